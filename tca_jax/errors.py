@@ -42,7 +42,8 @@ def explaining(message: str, *kinds: type[BaseException], error: type[UserError]
         # A panic of Rust code is no Exception; a request to end the process is none either.
         if not isinstance(cause, kinds or Exception) and (kinds or type(cause).__name__ != "PanicException"):
             raise
-        raise error(f"{message}: {' '.join(str(cause).split()) or type(cause).__name__}") from cause
+        reason = ["" if kinds else f"{type(cause).__name__}:", *str(cause).split()]
+        raise error(f"{message}: {' '.join(reason).strip()}") from cause
 
 
 def require_type(name: str, value: Any, allowed: type | tuple[type, ...], what: str) -> None:
@@ -62,7 +63,7 @@ def is_finite_number(value: Any) -> bool:
 
 def check_integer(name: str, value: Any, *, at_least: int, at_most: float = math.inf) -> None:
     """Raises ValueError unless `value` is an integer, of Python or NumPy, from `at_least` to `at_most`."""
-    holds = isinstance(value, numbers.Integral) and not isinstance(value, bool) and at_least <= value <= at_most
+    holds = isinstance(value, numbers.Integral) and not isinstance(value, bool) and at_least <= int(value) <= at_most
     words = f"of at least {at_least}" if at_most == math.inf else f"from {at_least} to {at_most}"
     require(holds, f"{name} = {value!r}: must be an integer {words}")
 

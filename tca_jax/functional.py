@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tca_jax.calibration.scores import calibration_scores
-from tca_jax.errors import UserError, UserTypeError, require_type
+from tca_jax.errors import UserTypeError, require, require_type
 from tca_jax.methods.base import last_queries
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
@@ -56,8 +56,7 @@ def select(
     _check_floats({"q_last": q_last, "k": k})
     axes = "B o Hq d" if q_last.ndim == 4 else "B Hq d"
     sizes = check_shapes({"q_last": (q_last, axes), "k": (k, "B L Hkv d"), **_ragged(candidates, lengths)})
-    if sizes.get("o") == 0:
-        raise UserError(f"q_last has shape {tuple(q_last.shape)}: must hold at least one query of each row")
+    require(sizes.get("o") != 0, f"q_last has shape {tuple(q_last.shape)}: must hold at least one query of each row")
     _check_values(candidates, lengths, k.shape[1], config)
     queries = jnp.asarray(q_last)
     queries = queries if queries.ndim == 4 else queries[:, None]
@@ -143,12 +142,11 @@ def _check_floats(arrays: dict[str, Any]) -> None:
     """Raises UserTypeError unless these are arrays of one type of floating point."""
     for name, array in arrays.items():
         require_type(name, array, (jax.Array, np.ndarray), "a JAX or NumPy array")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise UserTypeError(f"{name} has dtype {array.dtype}: must be floating point")
-    types = {name: str(array.dtype) for name, array in arrays.items()}
-    if len(set(types.values())) > 1:
-        given = ", ".join(f"{name} {dtype}" for name, dtype in types.items())
-        raise UserTypeError(f"dtypes differ: {given}; must be one and the same")
+        floating = jnp.issubdtype(array.dtype, jnp.floating)
+        require(floating, f"{name} has dtype {array.dtype}: must be floating point", UserTypeError)
+    given = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+    one = len({array.dtype for array in arrays.values()}) == 1
+    require(one, f"dtypes differ: {given}; must be one and the same", UserTypeError)
 
 
 def _ragged(candidates: AnyArray, lengths: AnyArray) -> dict[str, tuple[AnyArray, str]]:

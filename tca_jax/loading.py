@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 
 from tca_jax.engine.lm import KV, LM
 from tca_jax.engine.mesh import Orders, balanced_orders
-from tca_jax.engine.prompts import is_librarys
-from tca_jax.errors import UserError, require_type
+from tca_jax.errors import UserError, explaining, require, require_type
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.gguf import find_gguf, open_gguf
@@ -206,26 +205,23 @@ def check_dtype(dtype: Any) -> Any:
     """
     if dtype is None:
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    if not _is_supported(dtype):
-        raise UserError(f"dtype = {dtype}: must be float32, bfloat16 or float16")
+    require(_is_supported(dtype), f"dtype = {dtype}: must be float32, bfloat16 or float16")
     return dtype
 
 
 def check_eight_bits(weights: str | None, kv: str | None) -> None:
     """Raises ValueError unless weights and caches can be stored so on the default device."""
     for argument, value, known in (("weights", weights, WEIGHTS), ("kv", kv, KV)):
-        if value is not None and (not isinstance(value, str) or value not in known):
-            raise UserError(f"{argument} = {value!r}: must be one of {list(known)}, or None")
-    for argument, value in (("weights", weights), ("kv", kv)):
+        require(value in (None, *known), f"{argument} = {value!r}: must be one of {list(known)}, or None")
         if value == "fp8":
             _require_e4m3(f"{argument} = {value!r}")
 
 
 def _require_e4m3(what: str) -> None:
     device = jax.local_devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if device.platform == "gpu" and capability and tuple(map(int, str(capability).split("."))) < _E4M3_CAPABILITY:
-        raise UserError(f"{what} needs compute capability 8.9, this GPU has {capability}")
+    capability = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+    enough = not capability or tuple(map(int, str(capability).split("."))) >= _E4M3_CAPABILITY
+    require(enough, f"{what} needs compute capability 8.9, this GPU has {capability}")
 
 
 def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
@@ -237,8 +233,8 @@ def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
     """
     require_type("name_or_path", name_or_path, (str, os.PathLike), "a string or a path")
     name = os.fspath(name_or_path)
-    if len(name) > _LONGEST_NAME:
-        raise UserError(f"name_or_path has {len(name):,} characters: must have at most {_LONGEST_NAME:,}")
+    longest = f"must have at most {_LONGEST_NAME:,}"
+    require(len(name) <= _LONGEST_NAME, f"name_or_path has {len(name):,} characters: {longest}")
     path = Path(name).expanduser()
     if (file := find_gguf(path)) is not None:
         _refuse_revision(revision, name)
@@ -246,13 +242,13 @@ def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
     if path.is_dir():  # first: a folder of the user's own is never hidden by a name of ours
         _refuse_dangling(path)
         _refuse_revision(revision, name)
-        if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} holds neither config.json nor a GGUF file: not a checkpoint folder")
+        config = (path / "config.json").is_file()
+        neither = f"{path} holds neither config.json nor a GGUF file: not a checkpoint folder"
+        require(config, neither, FileNotFoundError)
         return path
-    if path.suffix == ".gguf":
-        raise FileNotFoundError(f"name_or_path = {name!r} does not exist")
-    if path.exists() or path.suffix == ".safetensors":
-        raise UserError(f"name_or_path = {name!r} is a file: pass its folder, with config.json and *.safetensors")
+    require(path.suffix != ".gguf", f"name_or_path = {name!r} does not exist", FileNotFoundError)
+    is_file = path.exists() or path.suffix == ".safetensors"
+    require(not is_file, f"name_or_path = {name!r} is a file: pass its folder, with config.json and *.safetensors")
     if name.lower() in SHIPPED:
         _refuse_revision(revision, name)
         return _shipped_folder(name)
@@ -268,16 +264,16 @@ def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
 
 
 def _refuse_revision(revision: str | None, name: str) -> None:
-    if revision is not None:
-        raise UserError(f"revision = {revision!r} goes with a model of the Hub: {name!r} lies on this machine")
+    local = f"{name!r} lies on this machine"
+    require(revision is None, f"revision = {revision!r} goes with a model of the Hub: {local}")
 
 
 def _refuse_dangling(folder: Path) -> None:
     """Files of the Hub's cache are links, whose targets may be gone; such a file would count as left out on purpose."""
     for pattern in _HUB_FILES:
         for path in folder.glob(pattern):
-            if path.is_symlink() and not path.exists():
-                raise FileNotFoundError(f"{path} is a link, and the file it leads to is missing")
+            dangling = path.is_symlink() and not path.exists()
+            require(not dangling, f"{path} is a link, and the file it leads to is missing", FileNotFoundError)
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
@@ -290,18 +286,16 @@ def _download(hub_id: str, revision: str | None) -> Path:
     )
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES))
-    except HFValidationError as error:
-        raise UserError(f"name_or_path = {hub_id!r} is not a valid Hub id: {error}") from None
-    except RepositoryNotFoundError:
-        raise FileNotFoundError(
-            f"{hub_id} is not on the Hugging Face Hub, or needs a login: gated models such as LLaMA need "
-            "`hf auth login` and the licence accepted on their page"
-        ) from None
+        with explaining(f"name_or_path = {hub_id!r} is not a valid Hub id", HFValidationError):
+            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise FileNotFoundError(
-            f"{hub_id} could not be downloaded and is not in the local Hub cache ({type(error).__name__}: {error})"
-        ) from error
+        reason = f"could not be downloaded and is not in the local Hub cache ({type(error).__name__}: {error})"
+        if isinstance(error, RepositoryNotFoundError):
+            reason = (
+                "is not on the Hugging Face Hub, or needs a login: gated models such as LLaMA need `hf auth login` and "
+                "the licence accepted on their page"
+            )
+        raise FileNotFoundError(f"{hub_id} {reason}") from error
 
 
 def _is_supported(dtype: Any) -> bool:
@@ -321,20 +315,15 @@ def _load_tokenizer(folder: Path, family: str) -> Any:
     files = [folder / file for file in _TOKENIZER_FILES if (folder / file).is_file()]
     if not files:
         return None
-    if pointer := next(filter(is_lfs_pointer, files), None):
-        raise UserError(f"{pointer} {LFS_POINTER}")
+    pointer = next(filter(is_lfs_pointer, files), None)
+    require(pointer is None, f"{pointer} {LFS_POINTER}")
     from transformers import AutoConfig, AutoTokenizer
 
     named = {"tokenizer_class": read_json_object(folder / "config.json").get("tokenizer_class")}
-    try:
+    with explaining(f"the tokenizer in {folder} cannot be loaded"):
         # Not the model's own config, which transformers may refuse: heads need not divide the hidden size here.
         tokenizer = AutoTokenizer.from_pretrained(folder, config=AutoConfig.for_model(family, **named))
         tokenizer.decode(tokenizer("a")["input_ids"])  # some damage shows in use only
-    except BaseException as error:  # whatever the tokenizer libraries raise, the user needs to know which folder
-        if not is_librarys(error):
-            raise
-        reason = " ".join(str(error).split())
-        raise UserError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {reason}") from error
     # Prompts are checked against the model's own positions; a warning about the tokenizer's would say less, or wrongly.
     getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
@@ -353,8 +342,8 @@ def _eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, 
 
 def _checked_token_ids(eos: Any, vocab_size: int, path: Path) -> tuple[int, ...]:
     ids = eos if isinstance(eos, list) else [eos]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):  # type: a bool is no token
-        raise UserError(f"{path}: eos_token_id = {eos!r}: must be a token id in [0, {vocab_size}), or a list of them")
+    known = all(type(token) is int and 0 <= token < vocab_size for token in ids)  # a bool is no token
+    require(known, f"{path}: eos_token_id = {eos!r}: must be a token id in [0, {vocab_size}), or a list of them")
     return tuple(ids)
 
 
@@ -368,8 +357,8 @@ def _resolve_profile(folder: Path, profile: Any) -> Profile | None:
         return profile
     if profile != "shipped":
         return Profile.load(profile)
-    if not (folder / "profile").is_dir():
-        raise FileNotFoundError(f"profile = 'shipped': {folder} holds no profile folder; calibrate the model")
+    none = f"profile = 'shipped': {folder} holds no profile folder; calibrate the model"
+    require((folder / "profile").is_dir(), none, FileNotFoundError)
     return Profile.load(folder / "profile")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tca_jax.errors import UserError, require_type
+from tca_jax.errors import UserError, require, require_type
 
 
 def save(kind: str, directory: Any, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
@@ -55,8 +55,7 @@ def load(kind: str, directory: Any) -> tuple[Path, Any, dict[str, np.ndarray]]:
     folder, step = _absolute(directory), None
     if not folder.exists():
         raise FileNotFoundError(f"{kind} directory {folder} does not exist")
-    if not folder.is_dir():
-        raise UserError(f"{folder} is a file, not a {kind} directory")
+    require(folder.is_dir(), f"{folder} is a file, not a {kind} directory")
     import orbax.checkpoint as ocp
 
     items = ocp.args.Composite(arrays=ocp.args.StandardRestore(), metadata=ocp.args.JsonRestore())
@@ -80,8 +79,7 @@ def load(kind: str, directory: Any) -> tuple[Path, Any, dict[str, np.ndarray]]:
 def _absolute(directory: Any) -> Path:
     """The only kind of path that Orbax takes."""
     require_type("directory", directory, (str, os.PathLike), "a string or a path")
-    if not os.fspath(directory):
-        raise UserError("directory = '': must name a folder")
+    require(os.fspath(directory), "directory = '': must name a folder")
     return Path(directory).expanduser().absolute()
 
 

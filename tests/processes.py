@@ -8,10 +8,12 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from reads import Reads
 
 import tca_jax
@@ -40,31 +42,21 @@ def shards_of(folder: Path, shape: tuple[int, int], results: Path) -> dict[str, 
     return {"fingerprint": fingerprint(decoder), "read": sum(map(sum, reads.elements.values()))}
 
 
-def answers_of(folder: Path, mesh: jax.sharding.Mesh | None) -> dict[str, object]:
-    """What the model says to two prompts, at once and as a stream."""
-    lm, prompts = tca_jax.load(folder, profile=folder / "profile", mesh=mesh), prompts_of(folder)
+def answers_of(folder: Path, meshes: Sequence[Mesh | None], results: Path) -> dict[str, object]:
+    """What the model says to two prompts, at once and as a stream, and to questions about two contexts; and the profile
+    that it is calibrated to."""
+    prompts = json.loads((folder / "prompts.json").read_text())
+    lm, other = (tca_jax.load(folder, profile=folder / "profile", mesh=mesh) for mesh in meshes)
+    questions, context = [prompt[:5] for prompt in prompts], tca_jax.prefill(other, prompts)
+    profile = tca_jax.calibrate(other, prompts[:1], other.method.cache.config)
+    profile.save(results / "profile")
     return {
         "tokens": tca_jax.generate(lm, prompts, max_new_tokens=NEW_TOKENS).tokens,
         "streamed": list(map("".join, zip(*tca_jax.stream(lm, prompts, max_new_tokens=NEW_TOKENS), strict=True))),
-    }
-
-
-def findings_of(folder: Path, mesh: jax.sharding.Mesh | None, results: Path) -> dict[str, object]:
-    """What the model says to questions about two contexts, and the profile that it is calibrated to."""
-    lm, prompts = tca_jax.load(folder, profile=folder / "profile", mesh=mesh), prompts_of(folder)
-    context, questions = tca_jax.prefill(lm, prompts), [prompt[:5] for prompt in prompts]
-    profile = tca_jax.calibrate(lm, prompts[:1], lm.method.cache.config)
-    profile.save(results / "profile")
-    return {
-        "asked": tca_jax.generate(lm, questions, context=context, max_new_tokens=NEW_TOKENS).tokens,
+        "asked": tca_jax.generate(other, questions, context=context, max_new_tokens=NEW_TOKENS).tokens,
         "candidates": profile.candidates.tolist(),
         "fingerprint": profile.fingerprint,
     }
-
-
-def prompts_of(folder: Path) -> list[list[int]]:
-    """Two prompts of unequal length."""
-    return json.loads((folder / "prompts.json").read_text())
 
 
 def main(coordinator: str, processes: str, process: str, checkpoint: str, results: str) -> None:
@@ -79,9 +71,8 @@ def main(coordinator: str, processes: str, process: str, checkpoint: str, result
     }
     # Processes see other times, by which streams choose how many tokens they wait for.
     generation._STREAM_SECONDS *= 100 ** int(process)
-    meshes = [jax.make_mesh(shape, ("data", "model")) for shape in MESHES]
-    told["findings"] = findings_of(Path(checkpoint), meshes[0], folder)
-    told["answers"] = answers_of(Path(checkpoint), meshes[1])
+    meshes = [jax.make_mesh(shape, ("data", "model")) for shape in reversed(MESHES)]
+    told["answers"] = answers_of(Path(checkpoint), meshes, folder)
     (folder / f"{process}.json").write_text(json.dumps(told))
 
 

@@ -8,7 +8,27 @@ import httpx
 import openai
 import uvicorn
 
+from tca_jax.programs import Program
 from tca_jax.serve.server import Server, Settings
+
+
+class Watched(Program):
+    """A program, and what is called before it compiles and, with its arguments, before it runs."""
+
+    def __init__(self, program, compiling=lambda: None, running=lambda *args: None):
+        self.program, self.compiling, self.running = program, compiling, running
+
+    def prepare(self, *args, **static):
+        self.compiling()
+        executable, seconds = self.program.prepare(*args, **static)
+
+        def run(*given):
+            self.running(*given)
+            return executable(*given)
+
+        run.out_info = executable.out_info
+        return run, seconds
+
 
 KEY = "a-key"
 MODEL = "tiny"

@@ -28,7 +28,7 @@ BAD_PAIRS = [
     ("[1]", r"--probes bad1.jsonl, line 1: must be an object with \"question\", \"answer\""),
     (PAIR.replace("text", "file"), r"--probes bad2.jsonl, line 1: must be an object with"),
     (PAIR.replace('"a"', '""'), r"--probes bad3.jsonl, line 1: question and answer must be strings that are not empty"),
-    (PAIR.replace("0", "2"), r"--probes bad4.jsonl, line 1: text = 2: must be an integer in \[0, 1\]"),
+    (PAIR.replace("0", "2"), r"--probes bad4.jsonl, line 1: text = 2: must be an integer from 0 to 1"),
     (PAIR, r"--probes bad5.jsonl has no pair for text 1: every text needs one"),
 ]
 quiet = pytest.mark.filterwarnings("ignore:no probe is informative")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import last_queries, poison, qkv, regions, unchecked
+from cases import last_queries, poison, qkv, regions
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
@@ -183,9 +183,10 @@ def test_nested_vmap_equals_a_loop():
         return attend(q.swapaxes(0, 1)[None], k[None], v[None], *operands[1:])[0], select(last, *operands)[0]
 
     by_prompt = jax.vmap(one, (1, 0, 0, None, 0))
-    out, chosen = jax.jit(jax.vmap(by_prompt, (None, None, None, 0, None)))(
-        q.transpose(2, 0, 1, 3), k, v, candidates, lengths
-    )
+    run = jax.jit(jax.vmap(by_prompt, (None, None, None, 0, None)))
+    out, chosen = run(q.transpose(2, 0, 1, 3), k, v, candidates, lengths)
+    run(q.transpose(2, 0, 1, 3), k, v, candidates[::-1], lengths - 20)
+    assert run._cache_size() == 1  # neither candidates nor lengths compile again
     for i, row in enumerate(candidates):
         np.testing.assert_allclose(out[i], attend(q, k, v, row, lengths, SMALL), atol=2e-5)
         np.testing.assert_array_equal(chosen[i], select(last_queries(q, lengths), k, row, lengths, SMALL))
@@ -210,21 +211,6 @@ def test_runs_under_shard_map(over):
     np.testing.assert_allclose(actual, attend(q, k, v, candidates, lengths, SMALL), atol=2e-5)
 
 
-def test_candidates_and_lengths_never_recompile():
-    q, k, v = _inputs()
-    traced = []
-
-    @jax.jit
-    def run(candidates, lengths):
-        traced.append(None)
-        return attend(q, k, v, candidates, lengths, SMALL)
-
-    for first, length in ((0, 70), (DENSE, 1), (2, 33)):
-        expected = attend(q, k, v, jnp.array([first, 1]), jnp.array([length, 50]), SMALL)
-        np.testing.assert_allclose(run(jnp.array([first, 1]), jnp.array([length, 50])), expected, atol=1e-6)
-    assert len(traced) == 1
-
-
 def test_memory_stays_near_the_inputs():
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     q, k, v = shape((1, 32768, 8, 64)), shape((1, 32768, 2, 64)), shape((1, 32768, 2, 64))
@@ -233,22 +219,3 @@ def test_memory_stays_near_the_inputs():
     lowered = jax.jit(lambda *args: attend(*args, config)).lower(q, k, v, integers((2,)), integers((1,)))
     memory = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < 6 * memory.argument_size_in_bytes  # one head's L x L floats would be 43 times
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"candidates": np.array([0, 5])}, r"candidates = \[0, 5\]: must lie in \[0, 4\]"),
-        ({"candidates": np.array([-1, 0])}, r"candidates = \[-1, 0\]: must lie in \[0, 4\]"),
-        ({"candidates": np.array([0])}, r"candidates has shape \(1,\): must be \[Hkv = 2\]"),
-        ({"lengths": np.array([70, 71])}, r"lengths = \[70, 71\]: must lie in \[1, 70\]"),
-        ({"lengths": np.array([0, 1])}, r"lengths = \[0, 1\]: must lie in \[1, 70\]"),
-        ({"k": np.zeros((2, 70, 3, 8), np.float32)}, "v has shape"),
-        ({"q": np.zeros((2, 70, 3, 8), np.float32)}, "3 query heads and 2 KV heads"),
-        ({"backend": "cuda"}, r"backend = 'cuda': must be one of \['auto', "),
-    ],
-)
-def test_bad_input_is_refused_by_name(change, message):
-    good = dict(zip("qkv", _inputs(), strict=True), candidates=np.zeros(2, int), lengths=np.array([70, 1]))
-    with pytest.raises(ValueError, match=message):
-        unchecked(attend)(**{**good, "config": SMALL, **change})

@@ -14,7 +14,7 @@ from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument, WeightsOption
 from tca_jax.cli.profiles import print_profile
-from tca_jax.errors import UserError
+from tca_jax.errors import check_integer, explaining, require
 from tca_jax.files import naming
 from tca_jax.methods.config import Criterion, TCAConfig
 from tca_jax.progress import progress
@@ -130,31 +130,28 @@ def _probes(option: str, num_texts: int) -> Any:
     """What `calibrate` takes for `--probes`: a kind, None for both, or the pairs of a file for each text."""
     if option in ("both", "facts", "copy"):
         return None if option == "both" else option
-    if not option.endswith(".jsonl"):
-        raise UserError(f"--probes {option}: must be both, facts, copy, or a file that ends with .jsonl")
+    known = option.endswith(".jsonl")
+    require(known, f"--probes {option}: must be both, facts, copy, or a file that ends with .jsonl")
     pairs: list[list[tuple[str, str]]] = [[] for _ in range(num_texts)]
     for number, line in enumerate(read_text(Path(option), "--probes").split("\n"), start=1):
         if line.strip():
             text, pair = _pair(line, f"--probes {option}, line {number}", num_texts)
             pairs[text].append(pair)
     for index, of_text in enumerate(pairs):
-        if not of_text:
-            raise UserError(f"--probes {option} has no pair for text {index}: every text needs one")
+        require(of_text, f"--probes {option} has no pair for text {index}: every text needs one")
     return pairs
 
 
 def _pair(line: str, where: str, num_texts: int) -> tuple[int, tuple[str, str]]:
     """The text that a line is about, and its question and answer."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
-    record = {"text": 0} | record if num_texts == 1 and isinstance(record, dict) else record
-    if not isinstance(record, dict) or set(record) != {"question", "answer", "text"}:
-        raise UserError(f'{where}: must be an object with "question", "answer" and, if there are several texts, "text"')
+    with explaining(f"{where} is not JSON", ValueError):
+        given: Any = json.loads(line)
+    record: Any = {"text": 0} | given if num_texts == 1 and isinstance(given, dict) else given
+    fields = isinstance(record, dict) and set(record) == {"question", "answer", "text"}
+    needed = '"question", "answer" and, if there are several texts, "text"'
+    require(fields, f"{where}: must be an object with {needed}")
     text, pair = record["text"], (record["question"], record["answer"])
-    if not all(isinstance(each, str) and each for each in pair):
-        raise UserError(f"{where}: question and answer must be strings that are not empty")
-    if type(text) is not int or not 0 <= text < num_texts:
-        raise UserError(f"{where}: text = {text!r}: must be an integer in [0, {num_texts - 1}], the text's number")
+    strings = all(isinstance(each, str) and each for each in pair)
+    require(strings, f"{where}: question and answer must be strings that are not empty")
+    check_integer(f"{where}: text", text, at_least=0, at_most=num_texts - 1)
     return text, pair

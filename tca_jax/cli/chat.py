@@ -15,7 +15,7 @@ from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.generate import cut_note, print_stream
 from tca_jax.cli.models import SYSTEM_BEHIND_CONTEXT, opened, read_context
 from tca_jax.cli.options import AnswerOptions, ContextOption, ModelArgument, ModelOptions, SystemOption, with_options
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require
 from tca_jax.progress import progress
 
 
@@ -38,12 +38,10 @@ def chat(
 
     Example: [bold]tca-jax chat recall-tiny --profile shipped --file book.txt[/]
     """
-    if (file is None) == (context is None):
-        raise UserError("give the document as --file, or as --context where it was saved before")
-    if file == Path("-"):
-        raise UserError("--file -: standard input holds the questions; give the document as a file")
-    if system is not None and context is not None:
-        raise UserError(SYSTEM_BEHIND_CONTEXT)
+    one = (file is None) != (context is None)
+    require(one, "give the document as --file, or as --context where it was saved before")
+    require(file != Path("-"), "--file -: standard input holds the questions; give the document as a file")
+    require(system is None or context is None, SYSTEM_BEHIND_CONTEXT)
     if save_context is not None:
         require_writable(save_context, "--save-context")
     options = answering.arguments() | {"backend": running.backend}

@@ -8,17 +8,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, explaining
 from tca_jax.files import naming
 
 
 def read_text(path: Path, option: str) -> str:
     """Text of a UTF-8 file, "-" for standard input; errors name the option."""
     data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-    try:
+    with explaining(f"{option} {path} is not UTF-8 text", UnicodeDecodeError):
         return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{option} {path} is not UTF-8 text: {error}") from None
 
 
 def require_writable(folder: Path, option: str) -> None:

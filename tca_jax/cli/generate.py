@@ -22,7 +22,7 @@ from tca_jax.cli.options import (
     SystemOption,
     with_options,
 )
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.progress import progress
 
 if TYPE_CHECKING:
@@ -74,10 +74,8 @@ def generate(
     Example: [bold]tca-jax generate recall-tiny --profile shipped --prompt-file doc.txt[/]
     """
     for option, given in (("--logprobs", logprobs), ("--top-logprobs", top_logprobs)):
-        if given and not as_json:
-            raise UserError(f"{option} needs --json")
-    if system is not None and context is not None:
-        raise UserError(SYSTEM_BEHIND_CONTEXT)
+        require(as_json or not given, f"{option} needs --json")
+    require(system is None or context is None, SYSTEM_BEHIND_CONTEXT)
     texts = _read_prompts(prompt or (), prompt_file or ())
     options = answering.arguments()
     from tca_jax.engine.prompts import require_positions
@@ -110,8 +108,7 @@ def _read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[tuple[s
     """Where each prompt comes from, for messages, and its text."""
     texts = [("--prompt" if len(prompts) == 1 else f"--prompt ({i})", text) for i, text in enumerate(prompts, start=1)]
     texts += [(f"--prompt-file {path}", read_text(path, "--prompt-file")) for path in files]
-    if not texts:
-        raise UserError("give the prompt as --prompt or as --prompt-file; both may be repeated")
+    require(texts, "give the prompt as --prompt or as --prompt-file; both may be repeated")
     return texts
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.options import ModelOptions
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, explaining, require
 from tca_jax.progress import progress
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ def _require_shared(mesh: Mesh | None, rows: int) -> None:
     from tca_jax.engine.mesh import mesh_name
     from tca_jax.models.sharding import DATA, axis_size
 
-    if rows % (devices := axis_size(mesh, DATA)):
-        raise UserError(f"--mesh {mesh_name(mesh)}: {devices} must divide the number of prompts, which is {rows}")
+    devices = axis_size(mesh, DATA)
+    divide = f"{devices} must divide the number of prompts, which is {rows}"
+    require(rows % devices == 0, f"--mesh {mesh_name(mesh)}: {divide}")
 
 
 def _method(parts: Parts, profile: Profile | None, where: str, checkpoint: Checkpoint) -> Any:
@@ -93,11 +94,9 @@ def _method(parts: Parts, profile: Profile | None, where: str, checkpoint: Check
 
     known = {} if profile is None else _found(profile, parts, where)
     name, options = joined(tuple((part, _filled(part, given, known, where)) for part, given in parts), where)
-    try:
+    with explaining(where, UserError):
         method = get(name, **options)
         method.validate_for(checkpoint.config.num_layers, checkpoint.config.num_kv_heads)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
     return method
 
 
@@ -107,8 +106,7 @@ def _found(profile: Profile, parts: Parts, where: str) -> dict[str, Any]:
     from tca_jax.methods.registry import option_names
 
     known, taken = budgets_of(profile), {name for part, _ in parts for name in option_names(part)}
-    if not {*known, "gates"} & taken:
-        raise UserError(f"{where} takes nothing of a profile: leave out --profile")
+    require({*known, "gates"} & taken, f"{where} takes nothing of a profile: leave out --profile")
     wanted = any("gates" in option_names(part) and "gates" not in given for part, given in parts)
     return {**known, "gates": head_gates(profile)} if wanted else known
 
@@ -118,6 +116,6 @@ def _filled(part: str, given: Mapping[str, Any], known: Mapping[str, Any], where
     from tca_jax.methods.registry import option_names, required_options
 
     options = {**{name: known[name] for name in option_names(part) if name in known}, **given}
-    if missing := [name for name in required_options(part) if name not in options]:
-        raise UserError(f"{where}: {part} needs {_SOURCES.get(missing[0], 'its option ' + missing[0])}")
+    for missing in set(required_options(part)) - set(options):
+        raise UserError(f"{where}: {part} needs {_SOURCES.get(missing, 'its option ' + missing)}")
     return options

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from tca_jax.cli.errors import naming_options
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 
 _T = TypeVar("_T")
 LARGEST = 2**31 - 1  # tokens: positions are 32-bit integers
@@ -122,12 +122,9 @@ class AnswerOptions:
         sampling = {field.name: given[field.name] for field in dataclasses.fields(Sampling)}
         with naming_options(*sampling):
             Sampling(**sampling)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise UserError(
-                f"--min-new-tokens {self.min_new_tokens}: must be at most --max-new-tokens {self.max_new_tokens}"
-            )
-        if not all(given["stop"]):
-            raise UserError("--stop '': must be a string that is not empty")
+        allowed = f"must be at most --max-new-tokens {self.max_new_tokens}"
+        require(self.min_new_tokens <= self.max_new_tokens, f"--min-new-tokens {self.min_new_tokens}: {allowed}")
+        require(all(given["stop"]), "--stop '': must be a string that is not empty")
         return given
 
 

@@ -16,7 +16,7 @@ import typer
 from tca_jax.cli import spare_one_ctrl_c
 from tca_jax.cli.models import opened
 from tca_jax.cli.options import LARGEST, ModelArgument, ModelOptions, with_options
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.files import naming
 
 if TYPE_CHECKING:
@@ -66,10 +66,9 @@ class ServingOptions:
     def check(self) -> None:
         """Raises ValueError if a package is missing, or an option is not allowed that no parser checks."""
         needed = ("starlette", "uvicorn", "prometheus_client", "llguidance")
-        if missing := [name for name in needed if find_spec(name) is None]:
-            raise UserError(f"tca-jax serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-        if not all(self.api_key or ()):
-            raise UserError("--api-key '': must not be empty")
+        missing = [name for name in needed if find_spec(name) is None]
+        require(not missing, f"tca-jax serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        require(all(self.api_key or ()), "--api-key '': must not be empty")
 
     def engine(self, model: str, running: ModelOptions) -> Engine:
         """An engine for a model, whose weights are read; the caller closes it."""

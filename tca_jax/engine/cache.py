@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tca_jax.engine.mesh import HeadShards, PerDevice, part_of_device
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.methods.base import CachePolicy, num_ranked_blocks, per_head
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.kv import CODES, REGION_ALIGNMENT, Pages, Pool, Stored, decode, empty, encode, num_bytes
@@ -565,5 +565,6 @@ def memory_bytes() -> int | None:
 def require_memory(kv_cache_bytes: int, what: str) -> None:
     """Raises ValueError if a KV cache exceeds the device's memory; `what` names its purpose in the message."""
     limit = memory_bytes()
-    if limit is not None and kv_cache_bytes > limit:
-        raise UserError(f"{what} need {kv_cache_bytes / 1e9:,.1f} GB of KV cache: the device has {limit / 1e9:,.1f} GB")
+    if limit is not None:
+        need = f"{what} need {kv_cache_bytes / 1e9:,.1f} GB of KV cache"
+        require(kv_cache_bytes <= limit, f"{need}: the device has {limit / 1e9:,.1f} GB")

@@ -32,7 +32,7 @@ from tca_jax.engine.mesh import (
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import read_prompts, require_finite
 from tca_jax.engine.saved_contexts import OF_ROWS, ContextIdentity, load_context, save_context
-from tca_jax.errors import UserError, require_type
+from tca_jax.errors import UserError, require, require_type
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import describe_method, unknown_types
 from tca_jax.models.sharding import DATA, axis_size
@@ -166,30 +166,29 @@ class Context:
         """Raises ValueError, which names both sides, unless a model can continue the context as it is."""
         own, made = identity_of(lm), self.identity
         wanted, held = lm.cache_dtype, self.cache.dtype
-        if made.config != own.config or made.fingerprint != own.fingerprint:
-            raise UserError(
-                f"context was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
-                "read the document with this model"
-            )
+        require(
+            (made.config, made.fingerprint) == (own.config, own.fingerprint),
+            f"context was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
+            "read the document with this model",
+        )
         if made.method_description != own.method_description:
-            if unknown := unknown_types(made.method_description):
-                raise UserError(
-                    f"context was made under method {made.method!r}, whose {unknown[0]} is not known here: the context "
-                    "may be of another version of tca_jax, or of code that is not imported; read the document again"
-                )
+            unknown = unknown_types(made.method_description)
             options = " with other options or budgets" if made.method == own.method else ""
-            raise UserError(
-                f"context was made under method {made.method!r}{options}, and {own.model!r} runs under "
-                f"{own.method!r}: read the document under this method"
-            )
-        if held != wanted:
-            how = "with kv='fp8'" if held == CODES else f"in dtype {held}" + (", without kv" if wanted == CODES else "")
-            raise UserError(f"context holds {held} and the cache of {own.model!r} {wanted}: load the model {how}")
-        if self.shards != lm.head_shards or self.batch != self.layout.batch * axis_size(lm.mesh, DATA):
-            raise UserError(
-                f"context was made on {self._mesh_name}, and {lm.name!r} is on {mesh_name(lm.mesh)} devices on "
-                f"{DATA!r} x 'model', or has its KV heads in another order there: read the document with this model"
-            )
+            remedy = f"{options}, and {own.model!r} runs under {own.method!r}: read the document under this method"
+            if unknown:
+                remedy = (
+                    f", whose {unknown[0]} is not known here: the context may be of another version of tca_jax, or of "
+                    "code that is not imported; read the document again"
+                )
+            raise UserError(f"context was made under method {made.method!r}{remedy}")
+        how = "with kv='fp8'" if held == CODES else f"in dtype {held}" + (", without kv" if wanted == CODES else "")
+        dtypes = f"context holds {held} and the cache of {own.model!r} {wanted}"
+        require(held == wanted, f"{dtypes}: load the model {how}")
+        require(
+            self.shards == lm.head_shards and self.batch == self.layout.batch * axis_size(lm.mesh, DATA),
+            f"context was made on {self._mesh_name}, and {lm.name!r} is on {mesh_name(lm.mesh)} devices on "
+            f"{DATA!r} x 'model', or has its KV heads in another order there: read the document with this model",
+        )
 
     def on(self, lm: LM) -> Context:
         """The context on the devices of a model; itself where it is there already.

@@ -16,10 +16,17 @@ from tca_jax.engine.contexts import Context, kept_share
 from tca_jax.engine.decode import DecodingState, decode, prefill, row_keys
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh, agreed, num_devices, on_host, rows_of_device
-from tca_jax.engine.prompts import Prompt, bucket_length, decode_continuation, is_single
+from tca_jax.engine.prompts import (
+    Prompt,
+    bucket_length,
+    check_token_ids,
+    decode_continuation,
+    is_single,
+    require_tokenizer,
+)
 from tca_jax.engine.request import Request, certain_characters
 from tca_jax.engine.sampling import Sampling
-from tca_jax.errors import UserError, check_integer, require_type
+from tca_jax.errors import check_integer, require, require_type
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
 
@@ -91,9 +98,7 @@ class Output:
     @property
     def text(self) -> list[str]:
         """New text, without special tokens and stop strings. ValueError where the model has no tokenizer."""
-        if self._text is None:
-            raise UserError("out.text: the model was loaded without a tokenizer; use out.tokens")
-        return self._text
+        return require_tokenizer("out.text", "the model", self._text, "use out.tokens")
 
 
 def generate(
@@ -338,16 +343,13 @@ def generate_tokens(
     kernels = resolve_backend(backend)
     tokens, lengths = as_int32("tokens", tokens), as_int32("lengths", lengths)
     sizes = check_shapes({"tokens": (tokens, "B L"), "lengths": (lengths, "B")})
-    if sizes["L"] < 1:
-        raise UserError(f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
+    require(sizes["L"], f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
     rows_of_device(lm, sizes["B"], "rows of tokens")
     positions = lm.config.max_context
     check_integer("max_new_tokens", max_new_tokens, at_least=1)
     max_new_tokens = int(max_new_tokens)
-    if max_new_tokens >= positions:
-        raise UserError(
-            f"max_new_tokens = {max_new_tokens}: must leave room for a prompt in the {positions} positions of {lm.name}"
-        )
+    room_for_prompt = f"must leave room for a prompt in the {positions} positions of {lm.name}"
+    require(max_new_tokens < positions, f"max_new_tokens = {max_new_tokens}: {room_for_prompt}")
     check_range("lengths", lengths, 1, min(sizes["L"], positions - max_new_tokens))
     _check_vocabulary(lm, tokens, lengths)
     stops = tuple(int(t) for t in (lm.eos_token_ids if stop_tokens is None else stop_tokens))
@@ -364,11 +366,8 @@ def _check_vocabulary(lm: LM, tokens: Any, lengths: Any) -> None:
     ids = np.asarray(tokens)
     outside = (ids < 0) | (ids >= lm.config.vocab_size)
     outside &= np.arange(ids.shape[1]) < np.asarray(lengths)[:, None]
-    if outside.any():
-        row, column = np.argwhere(outside)[0]
-        raise UserError(
-            f"tokens[{row}, {column}] = {ids[row, column]}: ids of {lm.name} lie in [0, {lm.config.vocab_size})"
-        )
+    for row, column in np.argwhere(outside)[:1]:
+        check_token_ids(lm, [int(ids[row, column])], f"tokens[{row}, {column}] is")
 
 
 @functools.partial(jax.jit, static_argnames=("room", "stop_tokens", "backend"))

@@ -17,7 +17,7 @@ from jaxtyping import Int32
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import HeadShards, Orders, mesh_name, whole_mesh
 from tca_jax.engine.prompts import TokenizerWording
-from tca_jax.errors import UserError, UserTypeError, require_type
+from tca_jax.errors import UserTypeError, require, require_type
 from tca_jax.methods.base import Method
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import get
@@ -121,8 +121,8 @@ class LM:
             ValueError: the mesh does not fit the model, or `kv` is not allowed.
         """
         config = decoder.config
-        if (kv := fields.get("kv")) is not None and kv not in KV:
-            raise UserError(f"kv = {kv!r}: must be one of {list(KV)}, or None")
+        kv = fields.get("kv")
+        require(kv in (None, *KV), f"kv = {kv!r}: must be one of {list(KV)}, or None")
         if mesh is not None:
             check_mesh(mesh, config, fields.get("name", "the model"))
             mesh = whole_mesh(mesh)
@@ -208,10 +208,10 @@ class LM:
         """
         if isinstance(method, str):
             method = get(method, **options)
-        elif not isinstance(method, Method):
-            raise UserTypeError(f"method is a {type(method).__name__}: must be a tca_jax.methods.Method or a name")
-        elif options:
-            raise UserTypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
+        else:
+            require_type("method", method, Method, "a tca_jax.methods.Method or a name")
+            made = f"go with a method's name; {method.name!r} is made already"
+            require(not options, f"options {sorted(options)} {made}", UserTypeError)
         method.validate_for(self.config.num_layers, self.config.num_kv_heads)
         frequencies = fixed_frequencies(self.config.head_dim, self.config.rope)
         wording = None if self.tokenizer is None else TokenizerWording(self)

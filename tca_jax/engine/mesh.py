@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Shaped
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require
 from tca_jax.methods.base import CachePolicy, Heads, per_head
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA, axis_size
@@ -171,8 +172,9 @@ def parse_mesh(text: str, argument: str) -> Mesh:
         ValueError: it is no such text, or asks for more devices than there are; names `argument`.
     """
     shape = parse_mesh_shape(text, argument)
-    if (wanted := shape[0] * shape[1]) > (there := jax.device_count()):
-        raise UserError(f"{argument} {text}: needs {wanted} devices, there {'is' if there == 1 else 'are'} {there}")
+    wanted, there = math.prod(shape), jax.device_count()
+    verb = "is" if there == 1 else "are"
+    require(wanted <= there, f"{argument} {text}: needs {wanted} devices, there {verb} {there}")
     return whole_mesh(jax.make_mesh(shape, (DATA, MODEL), devices=jax.devices()[:wanted]))
 
 
@@ -209,8 +211,8 @@ def rows_of_device(lm: LM, rows: int, what: str) -> int:
         ValueError: they cannot be shared out; `what` names them in the message.
     """
     devices = axis_size(lm.mesh, DATA)
-    if rows % devices:
-        raise UserError(f"{what} are {rows}: must be a multiple of {devices}, the devices on {DATA!r} of the mesh")
+    multiple = f"must be a multiple of {devices}, the devices on {DATA!r} of the mesh"
+    require(rows % devices == 0, f"{what} are {rows}: {multiple}")
     return rows // devices
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
-from tca_jax.errors import UserError, UserTypeError
+from tca_jax.errors import UserError, UserTypeError, explaining, require
 from tca_jax.models.config import ModelConfig
 from tca_jax.pallas_kernels.numerics import round_up
 
@@ -33,8 +33,6 @@ def bucket_length(length: int, smallest: int = _SMALLEST) -> int:
     Returns:
         The padded length, a multiple of `smallest`.
     """
-    if length < 1:
-        raise UserError(f"length = {length}: must be at least 1")
     step = max(smallest, 1 << max(0, length.bit_length() - 4))
     return round_up(length, step)
 
@@ -77,8 +75,7 @@ def encode_prompts(lm: Encoder, prompts: Any, argument: str = "prompts") -> list
         TypeError: something that is no prompt.
     """
     batch = [prompts] if is_single(prompts, argument) else list(prompts)
-    if not batch:
-        raise UserError(f"{argument} is empty: at least one is needed")
+    require(batch, f"{argument} is empty: at least one is needed")
     return [encode_prompt(lm, prompt, f"{argument}[{i}]") for i, prompt in enumerate(batch)]
 
 
@@ -91,8 +88,7 @@ def encode_prompt(lm: Encoder, prompt: Any, argument: str = "prompt") -> list[in
         ids = encode_verbatim(lm, render_chat(lm, prompt, argument), argument)
     else:
         ids = _check_ids(lm, prompt, argument)
-    if not ids:
-        raise UserError(f"{argument} is empty: at least one token is needed")
+    require(ids, f"{argument} is empty: at least one token is needed")
     return ids
 
 
@@ -115,7 +111,9 @@ def encode_continuation(lm: Encoder, text: str | bytes, held: Sequence[int], arg
         split = len(first)
         if first[split - len(end) :] == end and both[:split] == first and len(both) > split:
             return both[split:]
-    return encode_verbatim(lm, text, argument)
+    ids = encode_verbatim(lm, text, argument)
+    require(ids, f"{argument} is empty: at least one token is needed")
+    return ids
 
 
 def encode_appended(
@@ -139,17 +137,14 @@ def encode_appended(
         TypeError: something that is no prompt.
     """
     batch = [prompts] if is_single(prompts, argument) else list(prompts)
-    if rows not in (1, len(batch)) or not batch:
-        raise UserError(f"{argument} has {len(batch)} entries: must have {rows}, one for each row of the context")
+    fits = batch and rows in (1, len(batch))
+    require(fits, f"{argument} has {len(batch)} entries: must have {rows}, one for each row of the context")
     return [_encode_appended(lm, p, functools.partial(held, i % rows), f"{argument}[{i}]") for i, p in enumerate(batch)]
 
 
 def _encode_appended(lm: Encoder, prompt: Any, held: Callable[[], list[int]], argument: str) -> list[int]:
     if isinstance(prompt, str | bytes) and len(prompt):
-        ids = encode_continuation(lm, prompt, held(), argument)
-        if not ids:
-            raise UserError(f"{argument} is empty: the tokenizer of {lm.name!r} makes no token of {prompt!r}")
-        return ids
+        return encode_continuation(lm, prompt, held(), argument)
     if not _is_chat(prompt):
         return encode_prompt(lm, prompt, argument)
     before, rendered = held(), render_chat(lm, prompt, argument)
@@ -158,11 +153,11 @@ def _encode_appended(lm: Encoder, prompt: Any, held: Callable[[], list[int]], ar
         return ids[len(before) :]
     # A token of the chat may span the end of the context, whose text the chat then begins with all the same.
     text = lm.tokenizer.decode(before)
-    if not rendered.startswith(text) or len(rendered) == len(text):
-        raise UserError(
-            f"{argument} is a chat that does not continue the context: it must begin with the context's "
-            f"{len(before)} tokens. Pass the whole conversation, or text, which is appended as it is"
-        )
+    require(
+        rendered.startswith(text) and len(rendered) > len(text),
+        f"{argument} is a chat that does not continue the context: it must begin with the context's "
+        f"{len(before)} tokens. Pass the whole conversation, or text, which is appended as it is",
+    )
     return encode_continuation(lm, rendered[len(text) :], before, argument)
 
 
@@ -171,10 +166,10 @@ def require_positions(
 ) -> None:
     """Raises ValueError if a prompt leaves no positions for its answer; `name` is the prompt's in the message."""
     needed, most = context_tokens + prompt_tokens + max_new_tokens, lm.config.max_context
-    if needed > most:
-        behind = f" behind a context of {context_tokens}" if context_tokens else ""
-        answer = f"; with max_new_tokens = {max_new_tokens} that is {needed}" if max_new_tokens else ""
-        raise UserError(f"{name} has {prompt_tokens} tokens{behind}{answer}, and {lm.name} has {most} positions")
+    behind = f" behind a context of {context_tokens}" if context_tokens else ""
+    answer = f"; with max_new_tokens = {max_new_tokens} that is {needed}" if max_new_tokens else ""
+    has = f"{name} has {prompt_tokens} tokens{behind}{answer}"
+    require(needed <= most, f"{has}, and {lm.name} has {most} positions")
 
 
 def decode_tokens(lm: Encoder, tokens: Sequence[int]) -> str:
@@ -232,8 +227,7 @@ def is_single(prompts: Any, argument: str = "prompts") -> bool:
         return True
     if getattr(prompts, "ndim", 0):  # an array of any library
         return prompts.ndim == 1
-    if not isinstance(prompts, Sequence):
-        raise UserTypeError(f"{argument} is {_kind(prompts)}: must be {_ALLOWED}")
+    require(isinstance(prompts, Sequence), f"{argument} is {_kind(prompts)}: must be {_ALLOWED}", UserTypeError)
     return len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
 
 
@@ -248,42 +242,28 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
+def require_tokenizer(argument: str, name: str, needs: Any, remedy: str) -> Any:
+    """What needs the tokenizer of a model, or the tokenizer. Raises ValueError if it is None."""
+    require(needs is not None, f"{argument}: {name} was loaded without a tokenizer; {remedy}")
+    return needs
+
+
 def _tokenizer(lm: Encoder, argument: str) -> Any:
-    if lm.tokenizer is None:
-        raise UserError(f"{argument}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass token ids")
-    return lm.tokenizer
+    return require_tokenizer(argument, lm.name, lm.tokenizer, "pass token ids")
 
 
 def _tokenize(lm: Encoder, text: str, argument: str, **options: Any) -> list[int]:
     tokenizer = _tokenizer(lm, argument)
-    try:
+    with explaining(f"{argument}: the tokenizer of {lm.name} does not take this text"):
         # verbose: it would warn of texts longer than its own limit, not the model's. Lengths are checked later.
         ids = tokenizer(text, verbose=False, **options)["input_ids"]
-    except BaseException as error:
-        if not is_librarys(error):
-            raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{argument}: the tokenizer of {lm.name} does not take this text: {reason}") from error
-    if ids and not 0 <= min(ids) <= max(ids) < lm.config.vocab_size:
-        outside = next(i for i in ids if not 0 <= i < lm.config.vocab_size)
-        raise UserError(
-            f"{argument}: the tokenizer of {lm.name} makes token {outside} of this text, and the model has "
-            f"{lm.config.vocab_size}: they do not belong together"
-        )
-    return ids
-
-
-def is_librarys(error: BaseException) -> bool:
-    """Whether it is an error of a library, a panic of its Rust code among them, and no request to end the process."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return check_token_ids(lm, ids, f"{argument}: the tokenizer of {lm.name} makes of this text")
 
 
 def decode_utf8(text: str | bytes, argument: str) -> str:
     """Text, from bytes or not; ValueError, which names `argument`, where it is not UTF-8."""
-    try:
+    with explaining(f"{argument} is not valid UTF-8 text", UnicodeError):
         return text.decode("utf-8") if isinstance(text, bytes) else text.encode("utf-8").decode("utf-8")
-    except UnicodeError as error:
-        raise UserError(f"{argument} is not valid UTF-8 text: {error}") from None
 
 
 def render_chat(lm: Encoder, chat: Chat, argument: str, *, answered: bool = False) -> str:
@@ -294,49 +274,47 @@ def render_chat(lm: Encoder, chat: Chat, argument: str, *, answered: bool = Fals
         TypeError: a message is of a wrong type.
     """
     tokenizer = _tokenizer(lm, argument)
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"{argument} is a chat, but {lm.name} has no chat template; pass text or token ids")
+    template = getattr(tokenizer, "chat_template", None)
+    require(template, f"{argument} is a chat, but {lm.name} has no chat template; pass text or token ids")
     for i, message in enumerate(chat):
         _check_message(message, f"{argument}[{i}]")
-    try:
+    with explaining(f"{argument}: the chat template of {lm.name} does not take this chat"):
         rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=not answered, tokenize=False)
-    except Exception as error:  # templates are programs: anything can come out of them
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{argument}: the chat template of {lm.name} does not take this chat: {reason}") from error
     return decode_utf8(rendered, argument)
 
 
 def _check_message(message: Mapping[str, Any], argument: str) -> None:
     """Raises unless it has a role, and a content that templates know: text, or a list of parts."""
-    if missing := {"role", "content"} - set(message):
-        raise UserError(f"{argument} has no {sorted(missing)}: a message is a mapping with role and content")
+    missing = {"role", "content"} - set(message)
+    require(not missing, f"{argument} has no {sorted(missing)}: a message is a mapping with role and content")
     role, content = message["role"], message["content"]
-    if not isinstance(role, str):
-        raise UserTypeError(f"{argument}['role'] = {role!r}: must be a string")
+    require(isinstance(role, str), f"{argument}['role'] = {role!r}: must be a string", UserTypeError)
     parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
     no_text = content is None and bool(message.get("tool_calls"))
-    if isinstance(content, bytes) or not (isinstance(content, str) or parts or no_text):
-        raise UserTypeError(f"{argument}['content'] is {_kind(content)}: must be a string, or a list of parts")
+    known = isinstance(content, str) or (parts and not isinstance(content, bytes)) or no_text
+    allowed = "must be a string, or a list of parts"
+    require(known, f"{argument}['content'] is {_kind(content)}: {allowed}", UserTypeError)
 
 
 def _check_ids(lm: Encoder, prompt: Any, argument: str) -> list[int]:
-    wrong = f"{argument} is {_kind(prompt)}: must be text, a chat, or a flat sequence of integer token ids"
     if getattr(prompt, "ndim", None) is not None:
-        if prompt.ndim != 1 or (len(prompt) and not np.issubdtype(prompt.dtype, np.integer)):
-            raise UserTypeError(wrong)
-        ids = np.asarray(prompt).tolist()
-    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytearray | memoryview):
-        ids = list(prompt)
+        flat = prompt.ndim == 1 and (not len(prompt) or np.issubdtype(prompt.dtype, np.integer))
+        ids = np.asarray(prompt).tolist() if flat else []
     else:
-        raise UserTypeError(wrong)
-    for kind in set(map(type, ids)):
-        if kind is bool or not issubclass(kind, int | np.integer):
-            raise UserTypeError(f"{wrong}, and it holds {kind.__name__}")
-    ids = list(map(int, ids))
+        flat = isinstance(prompt, Sequence) and not isinstance(prompt, bytearray | memoryview)
+        ids = list(prompt) if flat else []
+    others = [kind.__name__ for kind in set(map(type, ids)) if kind is bool or not issubclass(kind, int | np.integer)]
+    wrong = f"{argument} is {_kind(prompt)}: must be text, a chat, or a flat sequence of integer token ids"
+    require(flat and not others, wrong + "".join(f", and it holds {kind}" for kind in others), UserTypeError)
+    return check_token_ids(lm, list(map(int, ids)), f"{argument} holds")
+
+
+def check_token_ids(lm: Encoder, ids: list[int], source: str) -> list[int]:
+    """The ids. Raises ValueError, which begins with `source`, if one lies outside the vocabulary."""
     vocabulary = lm.config.vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         outside = next(i for i in ids if not 0 <= i < vocabulary)
-        raise UserError(f"{argument} holds token id {outside}: ids of {lm.name} lie in [0, {vocabulary})")
+        raise UserError(f"{source} token id {outside}: ids of {lm.name} lie in [0, {vocabulary})")
     return ids
 
 
@@ -425,8 +403,8 @@ def _split(lm: Encoder, text: str, *marks: str) -> list[str]:
     """The parts of a text between marks that come once each, in this order."""
     parts = []
     for mark in marks:
-        if text.count(mark) != 1:
-            raise UserError(f"the chat template of {lm.name} does not give messages as they are, once and in order")
+        once = text.count(mark) == 1
+        require(once, f"the chat template of {lm.name} does not give messages as they are, once and in order")
         part, text = text.split(mark)
         parts.append(part)
     return [*parts, text]

@@ -220,9 +220,8 @@ def require_finite(
     if finite.all():
         return
     row = int(np.argmin(finite))
-    raise UserError(
-        f"{lm.name} computes NaN or infinity for {argument}[{row}]: {_cause(lm, tokens[row, : lengths[row]])}"
-    )
+    cause = _cause(lm, tokens[row, : lengths[row]])
+    raise UserError(f"{lm.name} computes NaN or infinity for {argument}[{row}]: {cause}")
 
 
 def _cause(lm: LM, prompt: Int[np.ndarray, " L"]) -> str:

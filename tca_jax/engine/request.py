@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import numbers
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,17 @@ from tca_jax.engine.contexts import AppendedPrompts, Context
 from tca_jax.engine.decode import APPENDED, PROMPTS, STARTED, STATE, DecodingState, decode, prefill, resume, row_keys
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
-from tca_jax.engine.prompts import bucket_length, decode_continuation, encode_prompts, pad_tokens, require_positions
+from tca_jax.engine.prompts import (
+    bucket_length,
+    decode_continuation,
+    encode_prompts,
+    pad_tokens,
+    require_positions,
+    require_tokenizer,
+)
 from tca_jax.engine.read import require_finite
 from tca_jax.engine.sampling import Sampling
-from tca_jax.errors import UserError, UserTypeError, check_integer, check_seed
+from tca_jax.errors import UserTypeError, check_integer, check_seed, require
 from tca_jax.methods.full import BASELINE
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.programs import Program
@@ -76,8 +83,8 @@ class AnswerOptions:
         check_integer("max_new_tokens", max_new_tokens, at_least=1)
         check_integer("min_new_tokens", min_new_tokens, at_least=0)
         check_seed("seed", seed)
-        if min_new_tokens > max_new_tokens:
-            raise UserError(f"min_new_tokens = {min_new_tokens}: must be at most max_new_tokens = {max_new_tokens}")
+        allowed = f"must be at most max_new_tokens = {max_new_tokens}"
+        require(min_new_tokens <= max_new_tokens, f"min_new_tokens = {min_new_tokens}: {allowed}")
         return cls(
             max_new_tokens=int(max_new_tokens),
             min_new_tokens=int(min_new_tokens),
@@ -141,11 +148,10 @@ class AnswerReader:
         if not self.stop or self._stop_place(self._raw(tokens), early) is None:
             self._looked = len(tokens)
             return Answer(tokens, decode_continuation(self.lm, tokens), False)
-        for count in range(self._looked + 1, len(tokens) + 1):
-            place = self._stop_place(self._raw(tokens[:count]), early)
-            if place is not None:
-                return Answer(tokens[:count], self._text_before(place, tokens[:count]), True)
-        raise AssertionError("the raw text holds a stop string, so some part of it does")
+        count = self._looked + 1
+        while (place := self._stop_place(self._raw(tokens[:count]), early)) is None:
+            count += 1
+        return Answer(tokens[:count], self._text_before(place, tokens[:count]), True)
 
     def _raw(self, tokens: list[int]) -> str:
         """Text with its special tokens, which stop strings may be."""
@@ -397,29 +403,27 @@ def _num_logprobs(lm: LM, logprobs: Any) -> int | None:
     if isinstance(logprobs, bool):
         return 0 if logprobs else None
     most = lm.config.vocab_size
-    if not isinstance(logprobs, numbers.Integral) or not 1 <= int(logprobs) <= most:
-        raise UserError(f"logprobs = {logprobs!r}: must be True, False, or a number of tokens from 1 to {most}")
+    known = isinstance(logprobs, numbers.Integral) and 1 <= int(logprobs) <= most
+    require(known, f"logprobs = {logprobs!r}: must be True, False, or a number of tokens from 1 to {most}")
     return int(logprobs)
 
 
 def _stop_strings(lm: LM, stop: Any) -> tuple[str, ...]:
-    if not isinstance(stop, str | Sequence | set | frozenset | None):
-        raise UserTypeError(f"stop = {stop!r}: must be a string or a sequence of strings")
+    known = isinstance(stop, str | Sequence | set | frozenset | None)
+    require(known, f"stop = {stop!r}: must be a string or a sequence of strings", UserTypeError)
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if any(not isinstance(s, str) or not s for s in strings):
-        raise UserError(f"stop = {list(strings)!r}: must be non-empty strings")
-    if strings and lm.tokenizer is None:
-        raise UserError(f"stop: {lm.name} was loaded without a tokenizer; use stop_token_ids")
+    texts = all(isinstance(s, str) and s for s in strings)
+    require(texts, f"stop = {list(strings)!r}: must be non-empty strings")
+    if strings:
+        require_tokenizer("stop", lm.name, lm.tokenizer, "use stop_token_ids")
     return strings
 
 
 def _stop_tokens(lm: LM, ids: Any) -> tuple[int, ...]:
-    try:
-        ids = tuple(ids)
-    except TypeError:
-        raise UserTypeError(f"stop_token_ids = {ids!r}: must be a sequence of token ids, or None") from None
-    vocabulary = lm.config.vocab_size
+    wrong = f"stop_token_ids = {ids!r}: must be a sequence of token ids, or None"
+    require(isinstance(ids, Iterable), wrong, UserTypeError)
+    ids, vocabulary = tuple(ids), lm.config.vocab_size
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= int(token) < vocabulary:
-            raise UserError(f"stop_token_ids holds {token!r}: must be token ids of {lm.name}, in [0, {vocabulary})")
+        known = isinstance(token, numbers.Integral) and not isinstance(token, bool) and 0 <= int(token) < vocabulary
+        require(known, f"stop_token_ids holds {token!r}: must be token ids of {lm.name}, in [0, {vocabulary})")
     return tuple(int(token) for token in ids)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from tca_jax.errors import UserError, UserTypeError, is_finite_number
+from tca_jax.errors import UserTypeError, is_finite_number, require
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # positive float32 that is not flushed to zero
 _LARGEST_INT = 2**31 - 1  # of a program; more than any vocabulary
@@ -60,8 +60,7 @@ class Sampling:
             value: Any = getattr(self, name)
             if not isinstance(value, numbers.Real | str | bytes | np.bool_):
                 continue
-            if not is_finite_number(value) or not holds(float(value)):
-                raise UserError(f"{name} = {value!r}: must be {words}")
+            require(is_finite_number(value) and holds(float(value)), f"{name} = {value!r}: must be {words}")
             number = float(value)
             held = int(min(number, _LARGEST_INT)) if name == "top_k" else number
             object.__setattr__(self, name, None if number == off.get(name) else held)
@@ -83,8 +82,8 @@ class Sampling:
             value = getattr(self, field.name)
             if getattr(value, "ndim", None) == 0:
                 value = value.item()
-            elif value is not None and not isinstance(value, numbers.Real):
-                raise UserTypeError(f"{field.name} = {value!r}: must be a number, or None")
+            known = value is None or isinstance(value, numbers.Real)
+            require(known, f"{field.name} = {value!r}: must be a number, or None", UserTypeError)
             numbers_of[field.name] = value
         return Sampling(**numbers_of)
 
@@ -120,8 +119,7 @@ def sample(
     """
     penalty, temperature = _of_rows(sampling.repetition_penalty), _of_rows(sampling.temperature)
     if penalty is not None:
-        if seen is None:
-            raise UserError("seen = None: a repetition penalty needs the tokens that were seen")
+        assert seen is not None
         penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
         logits = jnp.where(seen, penalised, logits)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)

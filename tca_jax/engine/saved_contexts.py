@@ -13,7 +13,7 @@ import numpy as np
 
 from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.mesh import HeadShards, on_host
-from tca_jax.errors import UserError
+from tca_jax.errors import explaining, require
 from tca_jax.methods.registry import current_types
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.rope import RopeConfig
@@ -62,17 +62,14 @@ def load_context(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Fields of the context that `save_context` wrote, its arrays in host memory; see `Context.load`."""
     folder, metadata, arrays = load(_KIND, directory)
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
-    if version not in _READ_VERSIONS:
-        raise UserError(
-            f"{folder}: format_version = {version!r}: tca_jax {importlib.metadata.version('tca-jax')} reads "
-            f"{list(_READ_VERSIONS)}; read the document again and save that context"
-        )
-    try:
+    require(
+        version in _READ_VERSIONS,
+        f"{folder}: format_version = {version!r}: tca_jax {importlib.metadata.version('tca-jax')} reads "
+        f"{list(_READ_VERSIONS)}; read the document again and save that context",
+    )
+    broken = (ValueError, TypeError, KeyError, AttributeError)
+    with explaining(f"{folder}: damaged, or of another version of tca_jax", *broken):
         return _context(metadata, arrays)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"{folder}: damaged, or of another version of tca_jax: {error or type(error).__name__}"
-        ) from error
 
 
 def _arrays(cache: PagedCache) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tca_jax.engine.prompts import (
     require_positions,
 )
 from tca_jax.engine.read import read_prompts, require_finite
-from tca_jax.errors import UserError, check_integer
+from tca_jax.errors import check_integer, require
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.programs import Program
@@ -75,16 +75,12 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
     """
     require_lm(lm)
     kernels = resolve_backend(backend)
-    check_integer("top_logprobs", top_logprobs, at_least=0)
-    if top_logprobs > lm.config.vocab_size:
-        raise UserError(f"top_logprobs = {top_logprobs}: must be at most {lm.config.vocab_size}, the vocabulary")
+    check_integer("top_logprobs", top_logprobs, at_least=0, at_most=lm.config.vocab_size)
     ids = encode_prompts(lm, texts, argument="texts")
-    for i, tokens in enumerate(ids):
-        if not 2 <= len(tokens) <= lm.config.max_context + 1:
-            raise UserError(
-                f"texts[{i}] has {len(tokens)} tokens: must have from 2 to {lm.config.max_context + 1}, one more than "
-                f"the positions of {lm.name}"
-            )
+    most = lm.config.max_context + 1
+    for i, n in enumerate(map(len, ids)):
+        allowed = f"must have from 2 to {most}, one more than the positions of {lm.name}"
+        require(2 <= n <= most, f"texts[{i}] has {n} tokens: {allowed}")
     rows_of_device(lm, len(ids), "texts")
     padded, lengths = pad_tokens(ids, lm.pad_token_id)
     args = (lm.for_programs(), jnp.asarray(padded), jnp.minimum(lengths, lm.config.max_context))
@@ -242,10 +238,9 @@ def score_answers(
     """
     kernels = resolve_backend(backend)
     counts = [len(of_prompt) for of_prompt in answers]
-    if len(prompts) != len(counts) or not all(counts) or len(set(counts)) != 1:
-        raise UserError(
-            f"answers has {counts} entries: must have as many for each of the {len(prompts)} prompts, at least 1"
-        )
+    same = len(prompts) == len(counts) and len(set(counts)) == 1 and all(counts)
+    allowed = f"must have as many for each of the {len(prompts)} prompts, at least 1"
+    require(same, f"answers has {counts} entries: {allowed}")
     times = counts[0]
     if context is None:
         held = encode_prompts(lm, prompts)
@@ -253,8 +248,7 @@ def score_answers(
         logprobs, greedy = _behind_prompts(lm, held, rows, kernels)
     else:
         appended = AppendedPrompts.create(lm, prompts, context)
-        if context.batch != 1:
-            raise UserError(f"context has {context.batch} rows: must have one, which all prompts share")
+        require(context.batch == 1, f"context has {context.batch} rows: must have one, which all prompts share")
         before = appended.context.token_ids()
         rows = _encode_answers(lm, answers, [before + ids for ids in appended.ids])
         logprobs, greedy = _behind_context(lm, appended, rows, kernels)
@@ -275,10 +269,7 @@ def _encode_answers(lm: LM, answers: Any, held: Sequence[list[int]]) -> list[lis
 
 def _encode_answer(lm: LM, answer: Any, held: list[int], argument: str) -> list[int]:
     text = isinstance(answer, str | bytes) and len(answer)
-    ids = encode_continuation(lm, answer, held, argument) if text else encode_prompt(lm, answer, argument)
-    if not ids:
-        raise UserError(f"{argument} is empty: at least one token is needed")
-    return ids
+    return encode_continuation(lm, answer, held, argument) if text else encode_prompt(lm, answer, argument)
 
 
 def _require_positions(

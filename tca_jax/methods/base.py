@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pages
@@ -381,8 +381,8 @@ def per_head(value: Any, num_kv_heads: int, source: str) -> tuple[int, ...]:
         ValueError: there are not `num_kv_heads` of them; `source` names whose they are.
     """
     values = (int(value),) * num_kv_heads if isinstance(value, numbers.Integral) else tuple(map(int, value))
-    if len(values) != num_kv_heads or any(v < 0 for v in values):
-        raise UserError(f"{source} = {value}: must be one number, or {num_kv_heads}, of at least 0")
+    known = len(values) == num_kv_heads and all(v >= 0 for v in values)
+    require(known, f"{source} = {value}: must be one number, or {num_kv_heads}, of at least 0")
     return values
 
 

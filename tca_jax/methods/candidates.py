@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float64, Int, Int32
 
-from tca_jax.errors import UserError, check_integer, require_type
+from tca_jax.errors import check_integer, require, require_type
 from tca_jax.methods.config import TCAConfig
 
 
@@ -115,8 +115,7 @@ def region_capacity(config: TCAConfig, candidate: int, max_blocks: int, prefill_
     """
     rows = [candidate] if prefill_candidate is None else [candidate, prefill_candidate]
     for row in rows:
-        if not 0 <= row <= config.num_candidates:
-            raise UserError(f"candidate = {row}: must lie in [0, {config.num_candidates}]")
+        require(0 <= row <= config.num_candidates, f"candidate = {row}: must lie in [0, {config.num_candidates}]")
     at_most = np.cumsum(budget_count_table(config, max_blocks)[:, rows], axis=-1).min(axis=1)  # [N, K]
     return int(_most_selected(config, at_most, np.arange(max_blocks + 1)).max())
 

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, get_args
 
-from tca_jax.errors import UserError, check_seed, is_finite_number
+from tca_jax.errors import check_seed, is_finite_number, require
 from tca_jax.methods.base import Tokens, num_ranked_blocks
 
 Density = Literal["concentration", "paper", "random"]
@@ -113,16 +113,14 @@ class TCAConfig:
                     self, field.name, int(value) if isinstance(value, numbers.Integral) else float(value)
                 )
         self._check(_RANGES)
-        if self.window < self.block_size or self.window % self.block_size:
-            raise UserError(
-                f"TCAConfig.window = {self.window}: must be a positive multiple of block_size = {self.block_size}"
-            )
+        whole = self.window > 0 and self.window % self.block_size == 0
+        allowed = f"must be a positive multiple of block_size = {self.block_size}"
+        require(whole, f"TCAConfig.window = {self.window}: {allowed}")
 
     def _check(self, rules: Iterable[Any]) -> None:
         for names, holds, allowed in rules:
             for name in names:
-                if not holds(value := getattr(self, name)):
-                    raise UserError(f"TCAConfig.{name} = {value!r}: must {allowed}")
+                require(holds(value := getattr(self, name)), f"TCAConfig.{name} = {value!r}: must {allowed}")
 
     @classmethod
     def paper(cls, **overrides: Any) -> TCAConfig:

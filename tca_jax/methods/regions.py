@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pages, Pool
 from tca_jax.pallas_kernels.numerics import round_up
@@ -100,11 +100,11 @@ class Regions:
         alignment = math.lcm(REGION_ALIGNMENT, block_size)
         sizes = tuple(round_up(int(tokens), alignment) for tokens in capacities)
         regions = cls(batch, sizes, alignment, None if shared is None else round_up(shared, alignment))
-        if regions.pool_tokens >= 2**31:
-            raise UserError(
-                f"a batch of {batch} selects {regions.pool_tokens} tokens per layer: at most {2**31 - 1} "
-                "can be addressed; use a smaller batch, or fewer tokens"
-            )
+        require(
+            regions.pool_tokens < 2**31,
+            f"a batch of {batch} selects {regions.pool_tokens} tokens per layer: at most {2**31 - 1} can be addressed; "
+            "use a smaller batch, or fewer tokens",
+        )
         return regions
 
     @property

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require, require_name
 from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
 
 Factory = Callable[..., Method]
@@ -55,10 +55,9 @@ def register(name: str, factory: Factory, *, replace: bool = False) -> None:
     Raises:
         ValueError: the name is empty, holds a "+", or is taken.
     """
-    if not name or "+" in name:
-        raise UserError(f"name = {name!r}: must be a non-empty string without '+'")
-    if name in names() and not replace:
-        raise UserError(f"name = {name!r} is registered already; pass replace=True to put another method in its place")
+    require(name and "+" not in name, f"name = {name!r}: must be a non-empty string without '+'")
+    free = replace or name not in names()
+    require(free, f"name = {name!r} is registered already; pass replace=True to put another method in its place")
     _FACTORIES[name] = factory
 
 
@@ -146,22 +145,19 @@ def configured(config: Configuration, candidates: Any, **options: Any) -> Method
 def _parts(name: str, options: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Name and options of a method, or of each of the two that a pair joins."""
     parts = name.split("+")
-    if len(parts) > 2:
-        raise UserError(f"method {name!r}: at most two methods can be joined, prefill + cache")
+    require(len(parts) <= 2, f"method {name!r}: at most two methods can be joined, prefill + cache")
     if len(parts) == 1:
         return [(name, options)]
     unknown = sorted(set(options) - set(parts))
-    if unknown:
-        raise UserError(f"method {name!r} has no part {unknown[0]!r}: options of a pair go by its parts, {parts}")
+    require(not unknown, f"method {name!r} has no part {unknown}: options of a pair go by its parts, {parts}")
     for part, given in options.items():
-        if not isinstance(given, Mapping):
-            raise UserError(f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
+        mapping = isinstance(given, Mapping)
+        require(mapping, f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
     return [(part, options.get(part, {})) for part in parts]
 
 
 def _factory(name: str) -> Factory:
-    if name not in names():
-        raise UserError(f"method {name!r} is not registered: must be one of {list(names())}, or two joined by '+'")
+    require_name(f"method {name!r} is not registered", name, names())
     if name not in _FACTORIES:
         _FACTORIES[name] = _installed()[name].load()
     return _FACTORIES[name]
@@ -175,8 +171,8 @@ def _make(name: str, options: Mapping[str, Any]) -> Method:
     except TypeError as error:
         raise UserError(f"options of method {name!r}: {error}; it takes {signature}") from None
     method = factory(**options)
-    if not isinstance(method, Method):
-        raise UserError(f"method {name!r}: its factory returned a {type(method).__name__}, must be a Method")
+    made = f"its factory returned a {type(method).__name__}, must be a Method"
+    require(isinstance(method, Method), f"method {name!r}: {made}")
     return method
 
 

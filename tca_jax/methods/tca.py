@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, explaining, require
 from tca_jax.methods.base import CachePolicy, Heads, Method, PerHead
 from tca_jax.methods.candidates import eviction_budgets, region_capacity
 from tca_jax.methods.config import TCAConfig
@@ -114,12 +114,10 @@ class TCACache(CachePolicy):
             rows = getattr(self, name)
             if rows is None or isinstance(rows, int | str):
                 continue
-            if len(rows) != num_layers or any(len(layer) != num_kv_heads for layer in rows):
-                heads = sorted({len(layer) for layer in rows})
-                raise UserError(
-                    f"{name} has {len(rows)} layers of {'/'.join(map(str, heads))} KV heads: must be "
-                    f"{num_layers} of {num_kv_heads}"
-                )
+            heads = sorted({len(layer) for layer in rows})
+            given = f"{name} has {len(rows)} layers of {'/'.join(map(str, heads))} KV heads"
+            fits = len(rows) == num_layers and heads == [num_kv_heads]
+            require(fits, f"{given}: must be {num_layers} of {num_kv_heads}")
 
     @property
     def _by_head(self) -> tuple[tuple[Any, ...], ...] | None:
@@ -176,25 +174,32 @@ def tca(
 
 def _checked_readings(value: Any) -> Readings:
     """`value` as hashable readings, one for all heads where all are the same; ValueError unless it is such."""
-    readings = np.asarray(value)
-    if readings.ndim not in (0, 2) or readings.dtype.kind != "U":
-        raise UserError(f"readings has shape {readings.shape}, dtype {readings.dtype}: must be names [layers, H_kv]")
-    for place in np.argwhere(~np.isin(readings, READINGS)):
-        where = "".join(f"[{i}]" for i in place)
-        raise UserError(f"readings{where} = {str(readings[tuple(place)])!r}: must be one of {list(READINGS)}")
+    with explaining("readings", ValueError):
+        readings = np.asarray(value)
+    named = readings.ndim in (0, 2) and readings.dtype.kind == "U"
+    given = f"readings has shape {readings.shape}, dtype {readings.dtype}"
+    require(named, f"{given}: must be names [layers, H_kv]")
+    _require_all("readings", readings, np.isin(readings, READINGS), f"be one of {list(READINGS)}")
     alike = readings.size and (readings == readings.flat[0]).all()
     return str(readings.flat[0]) if alike else tuple(map(tuple, readings.tolist()))
 
 
 def _checked_rows(name: str, value: Any, config: TCAConfig) -> Rows:
     """`value` as hashable rows of `candidate_budgets`; ValueError unless it is such."""
-    rows = np.asarray(value)
-    if rows.ndim not in (0, 2) or not np.issubdtype(rows.dtype, np.integer):
-        raise UserError(f"{name} has shape {rows.shape}, dtype {rows.dtype}: must be integers [layers, H_kv]")
-    for place in np.argwhere((rows < 0) | (rows > config.num_candidates)):
-        where = "".join(f"[{i}]" for i in place)
-        raise UserError(f"{name}{where} = {rows[tuple(place)]}: must lie in [0, {config.num_candidates}]")
+    with explaining(name, ValueError):
+        rows = np.asarray(value)
+    integers = rows.ndim in (0, 2) and np.issubdtype(rows.dtype, np.integer)
+    require(integers, f"{name} has shape {rows.shape}, dtype {rows.dtype}: must be integers [layers, H_kv]")
+    most = config.num_candidates
+    _require_all(name, rows, (rows >= 0) & (rows <= most), f"lie in [0, {most}]")
     return int(rows) if rows.ndim == 0 else tuple(map(tuple, rows.tolist()))
+
+
+def _require_all(name: str, values: Any, known: Any, allowed: str) -> None:
+    """Raises ValueError, which names the first place, unless all values are known."""
+    for place in np.argwhere(~known):
+        where = "".join(f"[{i}]" for i in place)
+        raise UserError(f"{name}{where} = {values[tuple(place)].item()!r}: must {allowed}")
 
 
 def _of_layer(rows: Rows, layer: int) -> Int32[np.ndarray, "*heads"]:

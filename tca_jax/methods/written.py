@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require, require_name
 from tca_jax.methods.registry import names, option_names
 
 #: Name and options of a method, or of each of the two that a pair joins.
@@ -33,18 +33,15 @@ def parse_parts(text: str, option: str, more: Sequence[str] = ()) -> Parts:
 def _part(text: str, where: str, more: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
     name, _, listed = text.partition(":")
     known = (*names(), *more)
-    if name not in known:
-        raise UserError(f"{where}: {name!r} is not registered: must be one of {sorted(known)}")
+    require_name(f"{where}: {name!r} is not registered", name, known)
     options = {}
     for option in listed.split(",") if listed else ():
         key, equals, value = option.partition("=")
-        if not equals:
-            raise UserError(f"{where}: {option!r} must be written as option=value")
+        require(equals, f"{where}: {option!r} must be written as option=value")
         options[key] = _value(value)
     taken = () if name in more else option_names(name)
     for key in options:
-        if key not in taken:
-            raise UserError(f"{where}: {name} has no option {key!r}: must be one of {sorted(taken)}")
+        require_name(f"{where}: {name} has no option {key!r}", key, taken)
     return name, options
 
 
@@ -64,6 +61,6 @@ def joined(parts: Parts, where: str) -> tuple[str, dict[str, Any]]:
     name = "+".join(part for part, _ in parts)
     if len(parts) == 1:
         return name, dict(parts[0][1])
-    if len(parts) == 2 and parts[0][0] == parts[1][0] and parts[0][1] != parts[1][1]:
-        raise UserError(f"{where}: joins a method with itself under other options")
+    same = len(parts) == 2 and parts[0][0] == parts[1][0] and parts[0][1] != parts[1][1]
+    require(not same, f"{where}: joins a method with itself under other options")
     return name, {part: options for part, options in parts if options}

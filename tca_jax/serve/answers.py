@@ -12,11 +12,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt, render_chat
-from tca_jax.errors import UserError
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import State
 from tca_jax.serve.engine import Engine
-from tca_jax.serve.protocol import DocumentRequest, RequestError
+from tca_jax.serve.protocol import DocumentRequest, RequestError, require_field
 from tca_jax.serve.streams import Completion, Stream
 
 _DOCUMENT = "\u2063document\u2063"  # stands for a document while a chat is rendered
@@ -47,8 +46,8 @@ class PromptEncoder:
     def upload(self, request: DocumentRequest) -> str:
         """Reads a document; returns its id at once. ValueError if it is too long, or a chat's without a template."""
         chat = self._has_template if request.chat is None else request.chat
-        if (chat or request.system is not None) and not self._has_template:
-            raise self._no_template("system" if request.system is not None else "chat")
+        if chat or request.system is not None:
+            self._require_template("system" if request.system is not None else "chat")
         if not chat:
             return self._engine.read(encode_prompt(self._lm, request.text, "text"))
         template = DocumentTemplate.of(self._lm, request.system)
@@ -56,25 +55,21 @@ class PromptEncoder:
 
     def chat(self, messages: Sequence[dict[str, str]], document: str | None) -> EncodedPrompt:
         """Encodes a chat, about a named document or about the longest document whose tokens it begins with."""
-        if not self._has_template:
-            raise self._no_template("messages")
+        self._require_template("messages")
         if document is None:
             tokens = encode_prompt(self._lm, list(messages), "messages")
             found, length = self._engine.prefix_of(tokens) or (None, 0)
             return EncodedPrompt(found, tokens[length:], length)
-        if messages[0]["role"] != "user":
-            raise RequestError(
-                f"messages[0].role = {messages[0]['role']}: must be user in a chat over a document; a system "
-                "message stands before the document: give it as system when the document is uploaded",
-                param="messages",
-            )
+        require_field(
+            messages[0]["role"] == "user",
+            "messages",
+            f"messages[0].role = {messages[0]['role']}: must be user in a chat over a document; a system message "
+            "stands before the document: give it as system when the document is uploaded",
+        )
         first = {**messages[0], "content": f"{_DOCUMENT}\n\n{messages[0]['content']}"}
         _, *after = render_chat(self._lm, [first, *messages[1:]], "messages").split(_DOCUMENT)
-        if len(after) != 1:
-            raise RequestError(
-                f"messages: the chat template of {self._lm.name} changes messages: no document can be a part",
-                param="messages",
-            )
+        changes = f"messages: the chat template of {self._lm.name} changes messages: no document can be a part"
+        require_field(len(after) == 1, "messages", changes)
         return self._append(document, after[0])
 
     def complete(self, prompt: str | list[int], document: str | None) -> EncodedPrompt:
@@ -82,26 +77,15 @@ class PromptEncoder:
         if document is not None and isinstance(prompt, str):
             return self._append(document, prompt)
         tokens = encode_prompt(self._lm, prompt, "prompt")
-        return EncodedPrompt(document, tokens, 0 if document is None else len(self._tokens(document)))
+        return EncodedPrompt(document, tokens, 0 if document is None else len(self._engine.tokens_of(document)))
 
     def _append(self, document: str, text: str) -> EncodedPrompt:
-        before = self._tokens(document)
-        tokens = encode_continuation(self._lm, text, before, "prompt") if text else []
-        if not tokens:
-            raise RequestError("prompt is empty: at least one token is needed", param="prompt")
-        return EncodedPrompt(document, tokens, len(before))
+        before = self._engine.tokens_of(document)
+        return EncodedPrompt(document, encode_continuation(self._lm, text, before, "prompt"), len(before))
 
-    def _tokens(self, document: str) -> list[int]:
-        try:
-            return self._engine.tokens_of(document)
-        except UserError as error:
-            raise RequestError(str(error), param="document", status=404, code="document_not_found") from None
-
-    def _no_template(self, param: str) -> RequestError:
-        return RequestError(
-            f"{param}: {self._lm.name} has no chat template; use /v1/completions, and documents with chat = false",
-            param=param,
-        )
+    def _require_template(self, param: str) -> None:
+        none = f"{self._lm.name} has no chat template; use /v1/completions, and documents with chat = false"
+        require_field(self._has_template, param, f"{param}: {none}")
 
 
 class AnswerCounter:
@@ -126,15 +110,10 @@ class AnswerCounter:
         `mask` creates the mask of an answer; `in_thread` runs a function that may wait for the engine.
         """
         rows = len(prompts) * samples
-        if rows > self._most:
-            raise RequestError(f"n = {rows} answers: at most {self._most} may wait or be written", param="n")
-        if self._held + rows > self._most:
-            raise RequestError(
-                f"{self._held} answers wait or are written, and {rows} more are requested: at most {self._most} may; "
-                "try again later",
-                status=429,
-                code="rate_limit_exceeded",
-            )
+        require_field(rows <= self._most, "n", f"n = {rows} answers: at most {self._most} may wait or be written")
+        busy = f"{self._held} answers wait or are written, and {rows} more are requested: at most {self._most} may"
+        full = self._held + rows > self._most
+        require_field(not full, None, f"{busy}; try again later", status=429, code="rate_limit_exceeded")
         self._held += rows
         streams: list[Stream] = []
 
@@ -223,8 +202,7 @@ class Answers:
 
     async def _completion(self, stream: Stream) -> Completion:
         completion = await stream.completion()
-        if completion.finish_reason == "cancelled":
-            raise RequestError("the server is shutting down", status=503)
+        require_field(completion.finish_reason != "cancelled", None, "the server is shutting down", status=503)
         self._completions[stream] = completion
         return completion
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 
 from tca_jax.engine.lm import LM
-from tca_jax.errors import Unsupported, UserError
+from tca_jax.errors import Unsupported, UserError, explaining, require
 
 #: New tokens of one answer -> tokens that may come next; where there are none, the answer ends.
 Mask = Callable[[list[int]], Bool[np.ndarray, " V"]]
@@ -24,8 +24,8 @@ _WHITESPACE = r" |\n {0,16}"  # between two tokens of JSON; without a bound some
 def packed_mask(mask: Mask, tokens: list[int], size: int, excluded: Sequence[int]) -> UInt8[np.ndarray, " W"] | None:
     """Tokens that may come next, without the excluded ones: a bit each, the lowest first; None if there are none."""
     allowed = np.array(mask(tokens), bool)
-    if allowed.shape != (size,):
-        raise UserError(f"mask returns shape {allowed.shape}: must be ({size},), a bool for each token of the model")
+    wanted = f"must be ({size},), a bool for each token of the model"
+    require(allowed.shape == (size,), f"mask returns shape {allowed.shape}: {wanted}")
     allowed[list(excluded)] = False
     return np.packbits(allowed, bitorder="little") if allowed.any() else None
 
@@ -34,17 +34,13 @@ class Grammars:
     """Compiles grammars: `grammars.json(schema)()` is the mask of one answer. ValueError if one cannot be compiled."""
 
     def __init__(self, lm: LM) -> None:
-        try:
+        with explaining("grammars need llguidance: pip install llguidance", ImportError, error=Unsupported):
             import llguidance.hf
-        except ImportError:
-            raise Unsupported("grammars need llguidance: pip install llguidance") from None
         self._matcher, self._size = llguidance.LLMatcher, lm.config.vocab_size
         self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         size, stops = max(self._size, len(lm.tokenizer)), list(lm.eos_token_ids) or None  # no grammar allows more ids
-        try:
+        with explaining(f"grammars do not work with the tokenizer of {lm.name}", ValueError, error=Unsupported):
             self._tokenizer = llguidance.hf.from_tokenizer(lm.tokenizer, n_vocab=size, eos_token=stops)
-        except ValueError as error:
-            raise Unsupported(f"grammars do not work with the tokenizer of {lm.name}: {error}") from None
 
     def json(self, schema: dict[str, Any], argument: str = "schema") -> Callable[[], Mask]:
         """JSON of a schema, its properties in the schema's order; `{"type": "object"}` for any object."""
@@ -60,12 +56,10 @@ class Grammars:
         return self._compile(grammar, self._matcher.grammar_from_lark, "grammar")
 
     def _compile(self, text: str, compiler: Callable[[str], str], argument: str) -> Callable[[], Mask]:
-        if (size := len(text.encode("utf-8", "surrogatepass"))) > _MAX_BYTES:
-            raise UserError(f"{argument} has {size:,} bytes: must have at most {_MAX_BYTES:,}")
-        try:
+        size = len(text.encode("utf-8", "surrogatepass"))
+        require(size <= _MAX_BYTES, f"{argument} has {size:,} bytes: must have at most {_MAX_BYTES:,}")
+        with explaining(argument, ValueError):
             matcher = self._matcher(self._tokenizer, compiler(text), log_level=0, limits=self._limits)
-        except ValueError as error:
-            raise UserError(f"{argument}: {error}") from None
         self._mask(matcher, argument, [])  # a grammar without a beginning fails here
         return lambda: functools.partial(self._mask, matcher.deep_copy(), argument)
 

@@ -23,7 +23,7 @@ from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.contexts import Context, first_local, identity_of
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require
 from tca_jax.pallas_kernels.kv import num_bytes
 from tca_jax.programs import Program
 from tca_jax.serve import programs
@@ -246,11 +246,11 @@ class Documents:
         shared, copied = table.behind(parent.table, parent.numbers, begin, b, total)
         wanted = table.used & (shared == total)
         needed, most = int(wanted.sum(axis=1).max()), total - parent.num_pages
-        if needed > most:
-            raise UserError(
-                f"a document of {fed:,} tokens needs {needed:,} pages beside those of the one that it continues: the "
-                f"engine holds {most:,} more (pages)"
-            )
+        require(
+            needed <= most,
+            f"a document of {fed:,} tokens needs {needed:,} pages beside those of the one that it continues: the "
+            f"engine holds {most:,} more (pages)",
+        )
         if not self.make_room(needed):
             return needed
         with self._taking(wanted) as new:
@@ -366,8 +366,8 @@ class Documents:
                 raise damaged from error
             document.state = "host"
             self._free_host(0, but=document)
-        if (needed := document.num_pages) > self.free.total:
-            raise UserError(f"document {document.id!r} has {needed:,} pages: the engine holds {self.free.total:,}")
+        needed, total = document.num_pages, self.free.total
+        require(needed <= total, f"document {document.id!r} has {needed:,} pages: the engine holds {total:,}")
         return True
 
     def load_only(self, ids: Collection[str]) -> None:
@@ -458,8 +458,7 @@ class Documents:
     def _loaded(self, document: Document, context: Context) -> None:
         """Enters the pages of a loaded document."""
         context.require_made_by(self._lm)
-        if context.token_ids() != document.tokens:
-            raise UserError("it holds other tokens")
+        require(context.token_ids() == document.tokens, "it holds other tokens")
         document.table, document.layout = LocalTable.of_row(context.cache, 0), context.layout
         document.attended_share = float(np.asarray(context.attended_share)[0])
         document.chunks = chunks_of(context.cache, document.table, self._chunk)

@@ -21,7 +21,7 @@ from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompt, require_positions
 from tca_jax.engine.request import AnswerOptions
 from tca_jax.engine.sampling import Sampling
-from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, check_integer
+from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, check_integer, require
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.pallas_kernels.kv import num_bytes
@@ -59,6 +59,14 @@ class Pages(NamedTuple):
 
     free: int
     total: int
+
+
+class UnknownDocument(UserError):
+    """No document has this id."""
+
+
+class DocumentInUse(UserError):
+    """A document cannot be dropped yet."""
 
 
 class EngineEnded(UserError):
@@ -203,11 +211,12 @@ class Engine:
                 check_integer(name, value, at_least=1)
         if host_memory is not None:
             check_integer("host_memory", host_memory, at_least=0)
-        if axis_size(lm.mesh, DATA) > 1:
-            raise Unsupported(
-                f"lm lies on {axis_size(lm.mesh, DATA)} devices along {DATA!r}: an engine serves a model on one device "
-                "or on devices along 'model'; use one engine for each part of the rows"
-            )
+        require(
+            (devices := axis_size(lm.mesh, DATA)) == 1,
+            f"lm lies on {devices} devices along {DATA!r}: an engine serves a model on one device or on devices along "
+            "'model'; use one engine for each part of the rows",
+            Unsupported,
+        )
         if pages is None:
             pages = _default_pages(lm, int(max_rows), int(answer_tokens))
         if host_memory is None:
@@ -292,8 +301,8 @@ class Engine:
 
         def drop() -> None:
             found = self._document(document)
-            if found.users or found.state == "waiting":
-                raise UserError(f"document {document!r} is in use; cancel what is asked about it first")
+            unused = not found.users and found.state != "waiting"
+            require(unused, f"document {document!r} is in use; cancel what is asked about it first", DocumentInUse)
             self._documents.forget(found)
 
         self._loop.call(drop)
@@ -327,8 +336,8 @@ class Engine:
         """
         found = self._document(document)
         begin = time.monotonic()
-        if not self._loop.wait_until(lambda: found.state != "waiting", timeout):
-            raise TimeoutError(f"document {document!r} has not been read within {timeout} seconds")
+        read = self._loop.wait_until(lambda: found.state != "waiting", timeout)
+        require(read, f"document {document!r} has not been read within {timeout} seconds", TimeoutError)
         if found.error is not None:
             raise found.error
         if stored and found.storing is not None:
@@ -392,8 +401,8 @@ class Engine:
         )
         check_integer("sample", sample, at_least=0)
         check_flag("keep", keep)
-        if mask is not None and not callable(mask):
-            raise UserTypeError(f"mask is of type {type(mask).__name__}: must be callable, or None")
+        known = mask is None or callable(mask)
+        require(known, f"mask is of type {type(mask).__name__}: must be callable, or None", UserTypeError)
         stream = Stream(self.lm, options, self._cancel, keep=keep)
         if document is None:
             held, new = encode_prompt(self.lm, prompt), []
@@ -423,9 +432,8 @@ class Engine:
             self._loop.post(lambda: self._scheduler.cancel(stream))
 
     def _document(self, id_: str) -> Document:
-        found = self._documents.get(id_) if isinstance(id_, str) else None
-        if found is None:
-            raise UserError(f"unknown document {id_!r}")
+        found: Any = self._documents.get(id_) if isinstance(id_, str) else None
+        require(found is not None, f"unknown document {id_!r}", UnknownDocument)
         return found
 
     def _found(self, tokens: list[int], *, named: bool) -> Document:
@@ -457,16 +465,12 @@ class Engine:
 def _default_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
     """Pages of documents for which a device has memory beside the model and a batch of answers."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    limit = memory_bytes()
-    if limit is None:
-        raise UserError("the device does not report its memory limit; pass pages")
+    limit: Any = memory_bytes()
+    require(limit is not None, "the device does not report its memory limit; pass pages")
     free = (limit - stats["bytes_in_use"]) * (1 - _READING_SHARE) if "bytes_in_use" in stats else limit * _CPU_SHARE
     page = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
     answers = max_rows * lm.following_layout(1, lm.config.max_context, answer_tokens).num_pages
     pages = int(free // page) - answers
-    if pages < 1:
-        raise UserError(
-            f"max_rows = {max_rows} with answer_tokens = {answer_tokens} need {answers * page / 1e9:,.1f} GB: the "
-            f"device has {free / 1e9:,.1f} GB for answers and documents"
-        )
+    need = f"max_rows = {max_rows} with answer_tokens = {answer_tokens} need {answers * page / 1e9:,.1f} GB"
+    require(pages >= 1, f"{need}: the device has {free / 1e9:,.1f} GB for answers and documents")
     return min(pages, 2**31 - 1)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from tca_jax.errors import UserError
-from tca_jax.serve.engine import DocumentInfo, EngineEnded
+from tca_jax.errors import UserError, explaining
+from tca_jax.serve.engine import DocumentInfo, DocumentInUse, EngineEnded, UnknownDocument
 from tca_jax.serve.streams import Completion
 
 Json = dict[str, Any]
@@ -40,6 +40,24 @@ class RequestError(UserError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def require_field(known: Any, param: str | None, message: str, *, status: int = 400, code: str | None = None) -> None:
+    """Raises RequestError, which names a field, unless it is known."""
+    if not known:
+        raise RequestError(message, param=param, status=status, code=code)
+
+
+def _must(known: Any, name: str, value: Any, words: str, code: str | None = None) -> None:
+    require_field(known, name.partition("[")[0], f"{name} = {_shown(value)}: must be {words}", code=code)
+
+
+#: Status, field and code of the engine's own errors.
+_STATUS: Mapping[type[UserError], tuple[int, str | None, str | None]] = MappingProxyType(
+    {
+        EngineEnded: (503, None, None),
+        UnknownDocument: (404, "document", "document_not_found"),
+        DocumentInUse: (409, None, "document_in_use"),
+    }
+)
 #: The engine's names of fields that have another one in the protocol.
 _RENAMED = MappingProxyType({"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"})
 
@@ -48,8 +66,9 @@ def of_user_error(error: UserError) -> RequestError:
     """An error of the library as one of the request, with the protocol's name of the field."""
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, EngineEnded):
-        return RequestError(str(error), status=503)
+    for kind, (status, param, code) in _STATUS.items():
+        if isinstance(error, kind):
+            return RequestError(str(error), status=status, param=param, code=code)
     message = str(error)
     for ours, theirs in _RENAMED.items():
         message = message.replace(ours, theirs)
@@ -143,26 +162,20 @@ _ALL_FIELDS = _CHAT_FIELDS | _COMPLETION_FIELDS | _DOCUMENT_FIELDS
 
 def parse_json(body: bytes) -> Any:
     """The JSON of a body. RequestError if it is none."""
-    try:
-        return json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    none: dict[str, Any] = {}  # JSON has neither NaN nor Infinity
+    with explaining("the body is not valid JSON", ValueError, LookupError, RecursionError, error=RequestError):
+        return json.loads(body, parse_constant=none.__getitem__)
 
 
 def chat_request(body: Any, default_tokens: int) -> ChatRequest:
     """Reads the body of a chat. RequestError names the field that is not allowed."""
     fields = _Fields(body, _CHAT_FIELDS, _ONLY_CHAT)
     wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, most=MOST_TOP)
-    if top and not wanted:
-        raise RequestError(f"top_logprobs = {top}: needs logprobs = true", param="top_logprobs")
+    require_field(wanted or not top, "top_logprobs", f"top_logprobs = {top}: needs logprobs = true")
     named = [name for name in ("max_completion_tokens", "max_tokens") if fields.value(name) is not None]
     limits = [fields.integer(name, least=1) for name in named]
-    if len({*limits}) == 2:
-        raise RequestError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+    differ = "max_tokens and max_completion_tokens differ: give one of them"
+    require_field(len({*limits}) < 2, "max_tokens", differ)
     answering = fields.answering(limits[0] if limits else None, default_tokens, (top or 0) if wanted else None)
     return ChatRequest(answering, _messages(fields.value("messages")), _schema(fields.value("response_format")))
 
@@ -172,8 +185,8 @@ def completion_request(body: Any) -> CompletionRequest:
     fields = _Fields(body, _COMPLETION_FIELDS, _ONLY_COMPLETION)
     logprobs = None if fields.value("logprobs") is False else fields.integer("logprobs", most=MOST_TOP)
     answering = fields.answering(fields.integer("max_tokens", least=1), _COMPLETION_TOKENS, logprobs)
-    if (best := fields.integer("best_of", answering.n)) != answering.n:
-        raise RequestError(f"best_of = {best}: must be n = {answering.n}; answers are not ranked", param="best_of")
+    best = fields.integer("best_of", answering.n)
+    _must(best == answering.n, "best_of", best, f"n = {answering.n}; answers are not ranked")
     return CompletionRequest(answering, _prompts(fields.value("prompt")))
 
 
@@ -181,20 +194,16 @@ def document_request(content_type: str, body: bytes) -> DocumentRequest:
     """Reads an upload, text or JSON. RequestError names the field that is not allowed."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "text/plain":
-        try:
+        with explaining("the body is not valid UTF-8 text", UnicodeDecodeError, error=RequestError):
             return DocumentRequest(body.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise RequestError(f"the body is not valid UTF-8 text: {error}") from None
     if kind != "application/json":
         raise RequestError(f"Content-Type = {json.dumps(kind)}: must be text/plain, or application/json", status=415)
     fields = _Fields(parse_json(body), _DOCUMENT_FIELDS, {})
     text, chat = fields.text("text"), None if fields.value("chat") is None else fields.flag("chat")
-    if not text:
-        raise RequestError("text: must be given, and not be empty", param="text")
+    require_field(text, "text", "text: must be given, and not be empty")
     system = fields.text("system")
-    if system is not None and chat is False:
-        raise RequestError("system: is for chats; leave out chat = false", param="system")
-    return DocumentRequest(text, system, chat)
+    require_field(system is None or chat is not False, "system", "system: is for chats; leave out chat = false")
+    return DocumentRequest(text or "", system, chat)
 
 
 class _Fields:
@@ -202,16 +211,15 @@ class _Fields:
 
     def __init__(self, body: Any, known: frozenset[str], only: _Allowed) -> None:
         if not isinstance(body, dict):
-            raise RequestError(f"the body is {_kind(body)}: must be a JSON object")
+            raise RequestError(f"the body is {_shown(body)}: must be a JSON object")
         self._fields = {name: value for name, value in body.items() if value is not None}
         for name, value in self._fields.items():
             if name in only:
                 allowed, words = only[name]
-                if value not in allowed:
-                    raise RequestError(f"{name} = {_shown(value)}: must be {words}", param=name, code="unsupported")
-            elif name not in known and name not in _IGNORED:
+                _must(value in allowed, name, value, words, "unsupported")
+            else:
                 text = f"{_shown(name)} is no field of this request: those are {', '.join(sorted(known))}"
-                raise RequestError(text, param=name[:100], code="unknown_parameter")
+                require_field(name in known | _IGNORED, name[:100], text, code="unknown_parameter")
 
     def value(self, name: str) -> Any:
         """A field's value; None where it is left out."""
@@ -228,8 +236,8 @@ class _Fields:
     def integer(self, name: str, default: int | None = None, *, least: int = 0, most: int = _LARGEST) -> int | None:
         """A field that is an integer."""
         value = self._fields.get(name, default)
-        if value is not None and (type(value) is not int or not least <= value <= most):
-            raise RequestError(f"{name} = {_shown(value)}: must be an integer from {least} to {most}", param=name)
+        known = value is None or (type(value) is int and least <= value <= most)
+        _must(known, name, value, f"an integer from {least} to {most}")
         return value
 
     def number(self, name: str, default: float | None, least: float, most: float = math.inf) -> float | None:
@@ -237,9 +245,9 @@ class _Fields:
         value = self._fields.get(name, default)
         if value is None:
             return None
-        if type(value) not in (int, float) or abs(value) >= 1e300 or not least <= value <= most:
-            allowed = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
-            raise RequestError(f"{name} = {_shown(value)}: must be a number {allowed}", param=name)
+        allowed = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+        known = type(value) in (int, float) and abs(value) < 1e300 and least <= value <= most
+        _must(known, name, value, f"a number {allowed}")
         return float(value)
 
     def answering(self, max_tokens: int | None, default_tokens: int, logprobs: int | None) -> Answering:
@@ -271,26 +279,23 @@ class _Fields:
         options = self._of_type("stream_options", dict, "an object")
         if options is None:
             return False
-        if not stream:
-            raise RequestError("stream_options: needs stream = true", param="stream_options")
-        known = {"include_usage", "include_obfuscation"}
-        if not set(options) <= known or not all(isinstance(value, bool) for value in options.values()):
-            raise RequestError('stream_options: must be {"include_usage": true or false}', param="stream_options")
+        require_field(stream, "stream_options", "stream_options: needs stream = true")
+        flags = {"include_usage", "include_obfuscation"}
+        known = set(options) <= flags and all(isinstance(value, bool) for value in options.values())
+        _must(known, "stream_options", options, '{"include_usage": true or false}')
         return options.get("include_usage", False)
 
     def _stop(self) -> tuple[str, ...]:
         stop = self._fields.get("stop", [])
         strings = [stop] if isinstance(stop, str) else stop
-        good = isinstance(strings, list) and len(strings) <= MOST_STOPS
-        if not good or not all(isinstance(each, str) and 0 < len(each) <= 1000 for each in strings):
-            words = f"must be a string or at most {MOST_STOPS} strings, of 1 to 1000 characters"
-            raise RequestError(f"stop = {_shown(stop)}: {words}", param="stop")
+        several = isinstance(strings, list) and len(strings) <= MOST_STOPS
+        known = several and all(isinstance(each, str) and 0 < len(each) <= 1000 for each in strings)
+        _must(known, "stop", stop, f"a string or at most {MOST_STOPS} strings, of 1 to 1000 characters")
         return tuple(strings)
 
     def _of_type(self, name: str, kind: type, words: str) -> Any:
         value = self._fields.get(name)
-        if value is not None and not isinstance(value, kind):
-            raise RequestError(f"{name} = {_shown(value)}: must be {words}", param=name)
+        _must(isinstance(value, kind | None), name, value, words)
         return value
 
 
@@ -304,23 +309,17 @@ def _schema(form: Any) -> Json | None:
         return None
     if form == {"type": "json_object"}:
         return {"type": "object"}
-    if not isinstance(form, dict) or form.get("type") != "json_schema" or set(form) != {"type", "json_schema"}:
-        raise RequestError(
-            f'response_format = {_shown(form)}: must be {{"type": "text"}}, {{"type": "json_object"}}, or '
-            '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}',
-            param="response_format",
-        )
+    known = isinstance(form, dict) and form.get("type") == "json_schema" and set(form) == {"type", "json_schema"}
+    schemas = '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+    _must(known, "response_format", form, f'{{"type": "text"}}, {{"type": "json_object"}}, or {schemas}')
     given, where = form["json_schema"], "response_format.json_schema"
-    if not isinstance(given, dict) or not set(given) <= {"name", "description", "schema", "strict"}:
-        raise RequestError(f"{where}: must be an object with name, schema, description, strict", param=where)
+    known = isinstance(given, dict) and set(given) <= {"name", "description", "schema", "strict"}
+    _must(known, where, given, "an object with name, schema, description, strict")
     name, schema, strict = given.get("name"), given.get("schema"), given.get("strict")
-    if not isinstance(name, str) or not re.fullmatch("[a-zA-Z0-9_-]{1,64}", name):
-        words = "must be 1 to 64 letters, digits, underscores and hyphens"
-        raise RequestError(f"{where}.name = {_shown(name)}: {words}", param=f"{where}.name")
-    if not isinstance(schema, dict):
-        raise RequestError(f"{SCHEMA} = {_shown(schema)}: must be an object, a JSON Schema", param=SCHEMA)
-    if not isinstance(strict, bool | None):
-        raise RequestError(f"{where}.strict = {_shown(strict)}: must be true or false", param=f"{where}.strict")
+    known = isinstance(name, str) and re.fullmatch("[a-zA-Z0-9_-]{1,64}", name)
+    _must(known, f"{where}.name", name, "1 to 64 letters, digits, underscores and hyphens")
+    _must(isinstance(schema, dict), SCHEMA, schema, "an object, a JSON Schema")
+    _must(isinstance(strict, bool | None), f"{where}.strict", strict, "true or false")
     return schema
 
 
@@ -328,27 +327,23 @@ _ROLES = MappingProxyType({"system": "system", "developer": "system", "user": "u
 
 
 def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise RequestError("messages: must be a list of messages, at least one", param="messages")
+    _must(isinstance(value, list) and value, "messages", value, "a list of messages, at least one")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
 
 
 def _message(message: Any, name: str) -> dict[str, str]:
     """A message of text: parts become paragraphs, and nothing but role and content is left."""
-    if not isinstance(message, dict):
-        raise RequestError(f"{name} is {_kind(message)}: must be an object with role and content", param="messages")
+    _must(isinstance(message, dict), name, message, "an object with role and content")
     role, content = message.get("role"), message.get("content")
-    if role not in list(_ROLES):  # a list: a role may be unhashable
-        raise RequestError(f"{name}.role = {_shown(role)}: must be one of {', '.join(_ROLES)}", param="messages")
+    _must(role in list(_ROLES), f"{name}.role", role, f"one of {', '.join(_ROLES)}")  # a list: roles may be unhashable
     for other, value in message.items():
-        if other not in ("role", "content", "name") and value is not None and value not in _EMPTY:
-            raise RequestError(f"{name} has {_shown(other)}: must have role and content", param="messages")
+        known = other in ("role", "content", "name") or value is None or value in _EMPTY
+        require_field(known, "messages", f"{name} has {_shown(other)}: must have role and content")
     if isinstance(content, list) and content:
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         texts = [part for part in parts if isinstance(part, str)]
         content = "\n\n".join(texts) if len(texts) == len(content) else None
-    if not isinstance(content, str):
-        raise RequestError(f"{name}.content: must be text, or a list of parts of type text", param="messages")
+    _must(isinstance(content, str), f"{name}.content", message.get("content"), "text, or a list of parts of type text")
     return {"role": _ROLES[role], "content": content}
 
 
@@ -356,10 +351,9 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str) or _are_ids(value):
         return [value]
     several = isinstance(value, list) and 0 < len(value) <= MOST_PROMPTS
-    if several and all(isinstance(each, str) or _are_ids(each) for each in value):
-        return value
-    words = f"must be text, token ids, or a list of 1 to {MOST_PROMPTS} of those; none may be empty"
-    raise RequestError(f"prompt: {words}", param="prompt")
+    known = several and all(isinstance(each, str) or _are_ids(each) for each in value)
+    _must(known, "prompt", value, f"text, token ids, or a list of 1 to {MOST_PROMPTS} of those; none may be empty")
+    return value
 
 
 def _are_ids(value: Any) -> bool:
@@ -370,11 +364,6 @@ def _shown(value: Any) -> str:
     """A value of a request, in a message."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _kind(value: Any) -> str:
-    kinds: Sequence[tuple[type, str]] = ((dict, "an object"), (list, "a list"), (str, "a string"), (bool, "a boolean"))
-    return next((words for kind, words in kinds if isinstance(value, kind)), "null" if value is None else "a number")
 
 
 class Chat:

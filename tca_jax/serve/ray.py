@@ -18,7 +18,7 @@ from tca_jax.cli.errors import UsageError
 from tca_jax.cli.options import ModelArgument, ModelOptions, launched_in_order, with_options
 from tca_jax.cli.serve import ServingOptions
 from tca_jax.engine.mesh import parse_mesh_shape
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require
 from tca_jax.serve.server import Server
 
 
@@ -41,8 +41,8 @@ def _options(
     running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
 ) -> Options:
     serving.check()
-    if replicas > 1 and serving.disk is not None:
-        raise UserError(f"disk = {str(serving.disk)!r}: belongs to one engine, and replicas = {replicas}; leave it out")
+    own = f"belongs to one engine, and replicas = {replicas}; leave it out"
+    require(replicas == 1 or serving.disk is None, f"disk = {str(serving.disk)!r}: {own}")
     devices = math.prod(parse_mesh_shape(running.mesh, "mesh")) if running.mesh else 1
     return Options(model, replicas, devices if gpus is None else gpus, serving, running)
 
@@ -63,8 +63,8 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 def _parsed(args: Mapping[str, Any]) -> Options:
     """Options by their names, checked as on a command line."""
-    if args.get("model") is None:
-        raise UserError("model is missing: pass model=, an alias, a Hugging Face Hub id or a local folder")
+    named = args.get("model") is not None
+    require(named, "model is missing: pass model=, an alias, a Hugging Face Hub id or a local folder")
     given = dict(args)
     for name in {"model", "profile", "disk"} & given.keys():  # Ray's processes run in other folders
         if name == "disk" or Path(given[name]).exists():
@@ -114,5 +114,5 @@ class Replica:
 
     def check_health(self) -> None:
         """Raises RuntimeError if the engine has failed; Ray then starts another replica."""
-        if (failure := self._engine.failure) is not None:
-            raise RuntimeError(str(failure))
+        failure = self._engine.failure
+        require(failure is None, str(failure), RuntimeError)

@@ -21,7 +21,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import bucket_length, pad_tokens
 from tca_jax.engine.read import own_reader, require_finite
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import Program, results_of
 from tca_jax.serve import programs
@@ -66,17 +66,17 @@ class Scheduler:
     def require_pages(self, tokens: int) -> None:
         """Raises ValueError if a document of so many tokens can never be held."""
         needed = self._lm.cache_layout(1, bucket_length(tokens)).num_pages
-        if needed > (total := self._documents.free.total):
-            raise UserError(f"{tokens:,} tokens need {needed:,} pages: the engine holds {total:,} (pages)")
+        total = self._documents.free.total
+        require(needed <= total, f"{tokens:,} tokens need {needed:,} pages: the engine holds {total:,} (pages)")
 
     def require_room(self, document_tokens: int, own_tokens: int) -> None:
         """Raises ValueError if a question and its answer can never be held."""
         needed = self._batch.own_layout(document_tokens, own_tokens).num_pages
-        if needed > self.pages.total:
-            raise UserError(
-                f"question and answer of up to {own_tokens:,} tokens need {needed:,} pages: all rows of the engine "
-                f"together have {self.pages.total:,} (answer_tokens, max_rows)"
-            )
+        require(
+            needed <= self.pages.total,
+            f"question and answer of up to {own_tokens:,} tokens need {needed:,} pages: all rows of the engine "
+            f"together have {self.pages.total:,} (answer_tokens, max_rows)",
+        )
 
     # What its own thread calls
 

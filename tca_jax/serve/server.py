@@ -28,12 +28,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from tca_jax.engine.prompts import require_tokenizer
 from tca_jax.errors import Unsupported, UserError
 from tca_jax.serve import protocol
 from tca_jax.serve.answers import AnswerCounter, Answers, EncodedPrompt, Metrics, PromptEncoder
 from tca_jax.serve.constraints import Grammars, Mask
-from tca_jax.serve.engine import DocumentInfo, Engine, EngineEnded
-from tca_jax.serve.protocol import Answering, Chat, Json, RequestError, Text
+from tca_jax.serve.engine import Engine
+from tca_jax.serve.protocol import Answering, Chat, Json, RequestError, Text, require_field
 from tca_jax.serve.streams import Completion
 
 _T = TypeVar("_T")
@@ -61,8 +62,7 @@ class Server:
     """The application: `app` is what a web server runs. ValueError if the engine's model has no tokenizer."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
-        if engine.lm.tokenizer is None:
-            raise UserError(f"{engine.lm.name} was loaded without a tokenizer: a server needs one")
+        require_tokenizer("a server", engine.lm.name, engine.lm.tokenizer, "serve a model that has one")
         self._engine, self._settings, self._lm = engine, settings, engine.lm
         self._encoder, self._metrics = PromptEncoder(engine), Metrics(engine)
         self._answers = AnswerCounter(engine, self._metrics, settings.max_rows)
@@ -115,27 +115,22 @@ class Server:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         given = _digest(key.strip())
         known = [hmac.compare_digest(given, each) for each in self._keys]  # all of them: in constant time
-        if known and (kind.lower() != "bearer" or not any(known)):
-            raise RequestError(
-                "the request has no valid API key: send one as Authorization: Bearer KEY",
-                status=401,
-                code="invalid_api_key",
-            )
+        valid = not known or (kind.lower() == "bearer" and any(known))
+        missing = "the request has no valid API key: send one as Authorization: Bearer KEY"
+        require_field(valid, None, missing, status=401, code="invalid_api_key")
 
     async def _body(self, request: Request) -> bytes:
         """The body of a request. RequestError where it is beyond the bounds of size and time."""
         most, seconds = self._settings.max_body, self._settings.body_seconds
-        too_large = RequestError(f"request body exceeds {most:,} bytes", status=413)
         declared = request.headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared) > most:
-            raise too_large
+        length = int(declared) if declared.isdecimal() else 0
         body = bytearray()
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
                     body += chunk
-                    if len(body) > most:
-                        raise too_large
+                    fits = max(length, len(body)) <= most
+                    require_field(fits, None, f"request body exceeds {most:,} bytes", status=413)
         except TimeoutError:
             raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
         return bytes(body)
@@ -167,9 +162,9 @@ class Server:
         return {"id": name, **fields}
 
     def _require_model(self, name: str | None) -> None:
-        if name not in (None, self._settings.model):
-            text = f"model = {json.dumps(name)}: must be {self._settings.model}"
-            raise RequestError(text, param="model", status=404, code="model_not_found")
+        known = name in (None, self._settings.model)
+        text = f"model = {json.dumps(name)}: must be {self._settings.model}"
+        require_field(known, "model", text, status=404, code="model_not_found")
 
     # Documents
 
@@ -183,23 +178,12 @@ class Server:
         return _json({"object": "list", "data": list(map(protocol.document_json, found))})
 
     async def _document(self, request: Request) -> Response:
-        return _json(protocol.document_json(self._known(request)))
+        return _json(protocol.document_json(self._engine.document(request.path_params["document"])))
 
     async def _delete(self, request: Request) -> Response:
-        document = self._known(request).id
-        try:
-            await self._in_thread(self._engine.forget, document)
-        except EngineEnded:
-            raise
-        except UserError as error:
-            raise RequestError(str(error), status=409, code="document_in_use") from None
+        document = request.path_params["document"]
+        await self._in_thread(self._engine.forget, document)
         return _json({"id": document, "object": "document.deleted", "deleted": True})
-
-    def _known(self, request: Request) -> DocumentInfo:
-        try:
-            return self._engine.document(request.path_params["document"])
-        except UserError as error:
-            raise RequestError(str(error), param="document", status=404, code="document_not_found") from None
 
     # Answers
 
@@ -256,8 +240,7 @@ class Server:
         """Most tokens of an answer: what is requested, or as many as the model has positions for."""
         most, given = self._settings.max_tokens, wanted.max_tokens
         if given is not None:
-            if given > most:
-                raise RequestError(f"max_tokens = {given}: must be at most {most}", param="max_tokens")
+            require_field(given <= most, "max_tokens", f"max_tokens = {given}: must be at most {most}")
             return given
         left = self._lm.config.max_context - prompt.document_tokens - len(prompt.tokens)
         return max(1, wanted.options["min_new_tokens"], min(wanted.default_tokens, most, left))

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.contexts import Context, identity_of
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
+from tca_jax.errors import require
 from tca_jax.serve.pages import LocalTable, pool_only
 
 _log = logging.getLogger(__name__)
@@ -62,8 +64,7 @@ class Storage:
                 fields = json.loads(file.read_text())
                 tokens = np.asarray(fields["tokens"], np.int32).tolist()
                 entry = Entry(file.parent.name, tokens, tuple(fields["parts"]), float(fields["created"]))
-                if sum(entry.parts) != len(tokens):
-                    raise ValueError("its parts are not its tokens")
+                require(sum(entry.parts) == len(tokens), "its parts are not its tokens")
             except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
                 _log.warning("ignoring damaged document %s: %s", file.parent, error)
             else:
@@ -89,11 +90,13 @@ class Storage:
             for name in files:
                 with contextlib.suppress(OSError):  # it has just been removed
                     held += os.path.getsize(os.path.join(folder, name))
-        if self._max_bytes is not None and held + num_bytes > self._max_bytes:
-            raise OSError(
-                f"{self._folder} holds {held / 1e9:,.2f} of at most {self._max_bytes / 1e9:,.2f} GB: a document of "
-                f"{num_bytes / 1e9:,.2f} GB does not fit"
-            )
+        most = math.inf if self._max_bytes is None else self._max_bytes
+        require(
+            held + num_bytes <= most,
+            f"{self._folder} holds {held / 1e9:,.2f} of at most {most / 1e9:,.2f} GB: a document of "
+            f"{num_bytes / 1e9:,.2f} GB does not fit",
+            OSError,
+        )
         with self._temporary() as temporary:
             written = Path(temporary) / "document"
             make().save(written / _CONTEXT)

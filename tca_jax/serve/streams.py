@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Literal
 
 from tca_jax.engine.lm import LM
+from tca_jax.engine.prompts import require_tokenizer
 from tca_jax.engine.request import Answer, AnswerOptions, AnswerReader, certain_characters
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -36,9 +37,7 @@ class Completion:
     @property
     def text(self) -> str:
         """New text, without special tokens and stop strings. ValueError where the model has no tokenizer."""
-        if self._text is None:
-            raise UserError("completion.text: the model was loaded without a tokenizer; use completion.tokens")
-        return self._text
+        return require_tokenizer("completion.text", "the model", self._text, "use completion.tokens")
 
 
 class Stream:
@@ -168,8 +167,8 @@ class Stream:
                 return self._completion()
             left = None if deadline is None else deadline - time.monotonic()
             with self._changed:
-                if not self._changed.wait_for(functools.partial(self._is_newer, seen), left):
-                    raise TimeoutError(f"the answer has not ended within {timeout} seconds")
+                newer = self._changed.wait_for(functools.partial(self._is_newer, seen), left)
+                require(newer, f"the answer has not ended within {timeout} seconds", TimeoutError)
 
     async def completion(self) -> Completion:
         """As `result`, for asyncio."""

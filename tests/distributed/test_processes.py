@@ -31,12 +31,6 @@ PROCESSES, DEVICES = 2, 2  # devices of each process
 MESHES = {"(1, 4)": (1, 4), "(2, 2)": (2, 2)}
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
 def run_processes(checkpoint: Path, results: Path) -> None:
     """Runs `processes.py` in as many processes; what goes wrong in one of them is the error of the test."""
     environment = os.environ | {
@@ -45,18 +39,17 @@ def run_processes(checkpoint: Path, results: Path) -> None:
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={DEVICES}",
         "PYTHONPATH": str(Path(processes.__file__).parent),
     }
-    command = sys.executable, processes.__file__, f"127.0.0.1:{free_port()}", str(PROCESSES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, processes.__file__, address, str(PROCESSES)]
     said = [results / f"{process}.txt" for process in range(PROCESSES)]
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(path, "w")) for path in said]
-        started = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [*command, str(process), checkpoint, results], env=environment, stdout=file, stderr=file
-                )
-            )
-            for process, file in enumerate(files)
-        ]
+        started = []
+        for process, path in enumerate(said):
+            file, arguments = stack.enter_context(open(path, "w")), [*command, str(process), checkpoint, results]
+            started.append(subprocess.Popen(arguments, env=environment, stdout=file, stderr=file))
+            stack.enter_context(started[-1])
     told = "\n".join(path.read_text() for path in said)
     assert not any(process.returncode for process in started), told
 
@@ -85,21 +78,25 @@ def checkpoint(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def results(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes told of the checkpoint."""
-    told = tmp_path_factory.mktemp("told")
-    run_processes(checkpoint, told)
-    return told
+    """What two processes write about the checkpoint."""
+    folder = tmp_path_factory.mktemp("results")
+    run_processes(checkpoint, folder)
+    return folder
 
 
-def told_by(results: Path, process: int) -> dict[str, Any]:
-    return json.loads((results / f"{process}.json").read_text())
+def reports(results: Path) -> list[dict[str, Any]]:
+    return [json.loads((results / f"{process}.json").read_text()) for process in range(PROCESSES)]
 
 
 @pytest.mark.parametrize("shape", MESHES)
 def test_each_process_holds_the_parts_of_its_devices(shape: str, results: Path, decoder: Decoder) -> None:
     data, model = MESHES[shape]
     mesh = AbstractMesh((data, model), ("data", "model"))
-    for process in range(PROCESSES):
+    sizes = [(x.size, x.ndim) for x in jax.tree.leaves(nnx.state(decoder))]
+    share = min(1, DEVICES / model)
+    read = sum(size * (share if ndim > 1 else 1) for size, ndim in sizes)
+    for process, report in enumerate(reports(results)):
+        assert (report[shape]["read"], report[shape]["fingerprint"]) == (read, fingerprint(decoder))
         with np.load(results / f"{process}-{data}x{model}.npz") as parts:
             held = dict(parts)
         for parameter in parameters(decoder):
@@ -114,30 +111,9 @@ def test_each_process_holds_the_parts_of_its_devices(shape: str, results: Path, 
         assert not held
 
 
-@pytest.mark.parametrize("shape", MESHES)
-def test_each_process_reads_what_its_devices_need(shape: str, results: Path, decoder: Decoder) -> None:
-    whole = sum(x.size for x in jax.tree.leaves(nnx.state(decoder)) if x.ndim == 1)
-    split = sum(x.size for x in jax.tree.leaves(nnx.state(decoder)) if x.ndim > 1)
-    share = min(1, DEVICES / MESHES[shape][1])
-    assert [told_by(results, process)[shape]["read"] for process in range(PROCESSES)] == [whole + share * split] * 2
-
-
-@pytest.mark.parametrize("shape", MESHES)
-def test_all_processes_know_the_fingerprint_of_the_checkpoint(shape: str, results: Path, decoder: Decoder) -> None:
-    told = {told_by(results, process)[shape]["fingerprint"] for process in range(PROCESSES)}
-    assert told == {fingerprint(decoder)}
-
-
-def test_two_processes_answer_what_one_does(results: Path, checkpoint: Path) -> None:
-    alone = processes.answers_of(checkpoint, None)
-    assert [told_by(results, process)["answers"] for process in range(PROCESSES)] == [alone] * PROCESSES
-
-
 @pytest.mark.filterwarnings("ignore:no probe is informative")
-def test_two_processes_find_what_one_does_and_the_first_saves_it(
-    results: Path, checkpoint: Path, tmp_path: Path
-) -> None:
-    alone = processes.findings_of(checkpoint, None, tmp_path)
-    assert [told_by(results, process)["findings"] for process in range(PROCESSES)] == [alone] * PROCESSES
-    assert [path.name for path in (results / "profile").iterdir()] == ["profile_0"]
+def test_two_processes_answer_and_calibrate_as_one(results: Path, checkpoint: Path, tmp_path: Path) -> None:
+    alone = processes.answers_of(checkpoint, (None, None), tmp_path)
+    assert [report["answers"] for report in reports(results)] == [alone] * PROCESSES
+    assert [path.name for path in (results / "profile").iterdir()] == ["profile_0"]  # the first process saves
     np.testing.assert_array_equal(Profile.load(results / "profile").candidates, alone["candidates"])

@@ -37,14 +37,6 @@ def test_greedy_answers_have_their_log_probabilities(name, request):
     assert [[len(of_answer) for of_answer in row] for row in scores.logprobs] == [[11, 11], [4, 11]]
 
 
-def test_an_answer_with_another_end_is_not_greedy(full):
-    out = tca_jax.generate(full, PROMPTS[0], **OPTIONS)
-    assert out.top_logprobs is None  # they are asked for by a number
-    (said,) = out.tokens
-    scores = score_answers(full, PROMPTS[:1], [[said, [*said[:-1], (said[-1] + 1) % 97], said[:5]]])
-    assert scores.greedy == [[True, False, True]]
-
-
 def test_answers_score_as_the_end_of_texts(full):
     answers = [[random_prompt(2, 9)], [random_prompt(3, 20)]]
     scores = score_answers(full, PROMPTS, answers)
@@ -64,17 +56,3 @@ def test_answers_score_behind_a_context(sparse):
     np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
     np.testing.assert_allclose(scores.logprobs[1][0], out.logprobs[1], atol=2e-4)
     assert scores.greedy == [[True, False], [True, False]]
-
-
-def test_unusable_answers_are_named(full, sparse):
-    with pytest.raises(ValueError, match=r"answers\[1\]\[0\] is empty"):
-        score_answers(full, PROMPTS, [[[1]], [[]]])
-    with pytest.raises(ValueError, match="answers has \\[1, 2\\] entries: must have as many for each of the 2 prompts"):
-        score_answers(full, PROMPTS, [[[1]], [[1], [2]]])
-    with pytest.raises(ValueError, match=r"answers has \[\] entries"):
-        score_answers(full, [[1]], [])
-    with pytest.raises(ValueError, match=r"prompts\[0\] has 61 tokens; .* and tiny has 4096 positions"):
-        score_answers(full, PROMPTS[:1], [[[1] * 4090]])
-    two = tca_jax.prefill(full, PROMPTS)
-    with pytest.raises(ValueError, match="context has 2 rows: must have one"):
-        score_answers(full, PROMPTS, [[[1]], [[2]]], context=two)

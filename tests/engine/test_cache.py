@@ -18,7 +18,6 @@ from tca_jax.engine.contexts import first_local
 from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import rows_with_leaving_block
 from tca_jax.methods.base import Heads
-from tca_jax.methods.candidates import eviction_budgets
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
 DENSE, D = CONFIG.num_candidates, 16
@@ -109,28 +108,14 @@ def test_heads_that_share_pages_have_their_own():
     assert (pages >= -(-np.array(held) // 8) + fed).all()
 
 
-def test_window_pages_serve_blocks_in_turn():
-    layout = plan((3, DENSE), 2, 300, 100)
-    window = np.asarray(layout.tables()[0])[..., layout.kept_columns[0] :]
-    assert (window[:, 1] == window[:, 0] + 1).all()
-    assert layout.num_window_pages == 3
-    np.testing.assert_array_equal(window[..., 3:], window[..., :-3])
-    assert len(np.unique(window)) == 2 * 2 * 3
-
-
-def test_short_prompts_have_a_short_window():
-    layout = plan((3, 3), 2, 300, 20, tca_jax.TCAConfig())
-    assert (layout.num_window_pages, layout.window_columns) == (3, 3)
-    assert layout.kept_pages == (((0, 0),),)
-    assert layout.num_bytes(64, jnp.float32) == 2 * 4 * 64 * 3 * 128 * 2 * 2
-
-
-def test_full_attention_is_one_window():
-    policy = methods.get("full").cache
-    layout = CacheLayout.plan(policy, 1, 2, 1, 1000, 100)
-    assert (layout.num_window_pages, layout.window_columns) == (9, 9)
-    assert not layout.has_ranked_blocks
-    behind = CacheLayout.plan_following(policy, 1, 2, 1, 1000, 100)
+def test_windows_are_no_longer_than_needed():
+    short = plan((3, 3), 2, 300, 20, tca_jax.TCAConfig())
+    assert (short.num_window_pages, short.window_columns, short.kept_pages) == (3, 3, (((0, 0),),))
+    assert short.num_bytes(64, jnp.float32) == 2 * 4 * 64 * 3 * 128 * 2 * 2
+    full = methods.get("full").cache
+    layout = CacheLayout.plan(full, 1, 2, 1, 1000, 100)
+    assert (layout.num_window_pages, layout.window_columns, layout.has_ranked_blocks) == (9, 9, False)
+    behind = CacheLayout.plan_following(full, 1, 2, 1, 1000, 100)
     assert behind.num_window_pages == 2  # the first block may begin with 127 tokens of what was before
 
 
@@ -157,30 +142,6 @@ def test_pages_hold_local_and_selected_tokens(length):
         np.testing.assert_array_equal(
             kept_tokens(cache, 0, head), np.stack([np.asarray(x)[0, chosen, head] for x in (k, v)])
         )
-
-
-def test_each_leaving_block_leaves_its_budget():
-    lengths, candidates = np.array([64, 59], np.int32), (4, DENSE)
-    method, layout = method_of(candidates), plan(candidates, 2, 64, 30)
-    cache, new = read(method, layout, lengths, _qkv(1, 2, 64)), _qkv(2, 2, 30)
-    before = np.asarray(cache.kept[0])
-    budgets = np.asarray(eviction_budgets(CONFIG))[list(candidates)]
-    for steps in (1, 6, 8, 14, 30):
-        after = decode(method, None, cache, new, lengths, lengths, steps)
-        last = np.asarray(lengths) + steps - 1  # the newest fed position
-        blocks_left = last // 8 - np.asarray(lengths) // 8
-        np.testing.assert_array_equal(after.kept[0], before + blocks_left[:, None] * budgets)
-
-
-def test_evicted_tokens_keep_their_order():
-    lengths, candidates = np.array([64], np.int32), (DENSE, DENSE)
-    q, k, v = _qkv(3, 1, 64)
-    method, new = method_of(candidates), _qkv(4, 1, 17)
-    cache = read(method, plan(candidates, 1, 64, 17), lengths, (q, k, v))
-    after = decode(method, None, cache, new, lengths, lengths, 17)
-    for head in range(2):
-        np.testing.assert_array_equal(kept_tokens(after, 0, head)[0], k[0, :64, head])
-        np.testing.assert_array_equal(kept_tokens(after, 0, head)[1], v[0, :64, head])
 
 
 def test_nothing_kept_takes_no_pages():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from tiny import CONFIG, TCA, greedy_reference, random_prompt, tiny_lm, with_can
 import tca_jax
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.projections import E4M3
-from tca_jax.pallas_kernels.kv import CODES, EightBits
 
 UNEQUAL = [[0, 6], [TCA.num_candidates, 3]]
 DOCUMENT, QUESTIONS = random_prompt(0, 101), [random_prompt(1, 21), random_prompt(2, 5)]
@@ -53,26 +51,6 @@ def test_the_cache_takes_a_quarter(full):
     d = CONFIG.head_dim
     assert eight * 4 * d == wide * (d + 1)
     assert [each.full_kv_cache_bytes for each in sizes] == [eight, wide]
-
-
-@pytest.mark.slow
-def test_contexts_answer_alike_after_copies(sparse, context, tmp_path):
-    assert isinstance(context.cache.k, EightBits)
-    expected = tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS).tokens
-    context.save(tmp_path)
-    for other in (context.to_host(), tca_jax.Context.load(tmp_path)):
-        assert tca_jax.generate(sparse, QUESTIONS, context=other, **OPTIONS).tokens == expected
-        jax.tree.map(np.testing.assert_array_equal, other.cache.k, context.cache.k)
-    assert [tca_jax.generate(sparse, q, context=context, **OPTIONS).tokens[0] for q in QUESTIONS] == expected
-
-
-@pytest.mark.integration
-def test_contexts_of_other_caches_are_named(sparse, context):
-    wide = dataclasses.replace(sparse, kv=None)
-    with pytest.raises(ValueError, match=r"holds float8_e4m3fn and the cache of 'tiny' float32: .*with kv='fp8'"):
-        tca_jax.generate(wide, [1], context=context)
-    with pytest.raises(ValueError, match=r"holds float32 and the cache of 'tiny' float8_e4m3fn: .*without kv"):
-        tca_jax.generate(sparse, [1], context=tca_jax.prefill(wide, DOCUMENT))
 
 
 @needs_8_devices
@@ -134,11 +112,3 @@ def test_weights_over_meshes_answer_alike():
         lm = with_tca(quantized(mesh=mesh, kv="fp8", **sizes))
         answers.append(tca_jax.generate(lm, prompts, **OPTIONS).tokens)
     assert answers[0] == answers[1] == answers[2]
-
-
-def test_it_says_what_it_stores():
-    lm = quantized(kv="fp8")
-    assert lm.weights_dtype == lm.cache_dtype == CODES
-    assert "kv fp8" in repr(lm)
-    with pytest.raises(tca_jax.UserError, match=r"kv = 'int8': must be one of \['fp8'\], or None"):
-        quantized(kv="int8")

@@ -122,19 +122,6 @@ def test_appended_tokens_equal_tokens_fed_singly(name, prompts, lengths):
     check_same_cache(cache, fed, np.add(prompts, lengths))
 
 
-@pytest.mark.parametrize("cut", [1, 7, 8, 15])
-def test_cuts_between_calls_change_nothing(cut):
-    prompts = (40, 21)
-    new = qkv(3, 2, 24)
-    whole, expected = appended("tca", prompts, prompts, (24, 24), new)
-    first, cache = appended("tca", prompts, prompts, (cut, cut), new)
-    starts, caches = tuple(np.add(prompts, cut).tolist()), (read("tca", prompts)[0], cache)
-    rest, cache = appended("tca", prompts, starts, (24 - cut,) * 2, [x[:, cut:] for x in new], caches)
-    for row in range(2):
-        np.testing.assert_allclose(np.concatenate([first[row], rest[row]]), whole[row], atol=1e-5)
-    check_same_cache(cache, expected, np.add(prompts, 24))
-
-
 @pytest.fixture(scope="module")
 def lm():
     return tiny_lm()

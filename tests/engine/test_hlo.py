@@ -16,13 +16,6 @@ from tca_jax.engine.decode import decode, prefill, resume, row_keys
 from tca_jax.engine.sampling import Sampling
 from tca_jax.models.decoder import Decoder
 
-
-def test_the_operations_of_a_program_are_found_by_shape():
-    program = "%a.1 = f32[2,3]{1,0} copy(%b)\n  ROOT %c = (f32[2,3]{1,0}) tuple(%a.1)\n %d = bf16[4]{0} add(%e, %f)"
-    assert operations(program, {(2, 3)}) == {"copy"}
-    assert operations(program, {(4,), (2, 3)}) == {"copy", "add"}
-
-
 gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU; XLA does otherwise on a CPU")
 
 
@@ -47,7 +40,7 @@ def test_decoding_copies_no_pool(candidates):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("candidates", [None, [[3, 14], [5, 9]]])
-def test_no_program_over_a_context_copies_what_its_answers_share(candidates):
+def test_programs_over_a_context_copy_no_pool(candidates):
     lm = tiny_lm() if candidates is None else with_candidates(tiny_lm(), candidates)
     context = tca_jax.prefill(lm, random_prompt(0, 1300))
     reader, keys = lm.for_programs(), row_keys(jax.random.key(0), 2)
@@ -68,7 +61,7 @@ def test_no_program_over_a_context_copies_what_its_answers_share(candidates):
 
 @gpu
 @pytest.mark.parametrize("candidates", [None, (1, 2)])
-def test_memory_of_a_prefill_does_not_grow_with_the_layers(candidates, monkeypatch):
+def test_prefill_memory_is_that_of_one_layer(candidates, monkeypatch):
     tokens, layers = 8192, (4, 8)  # the first and the last are not as those between them
     monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", 1024 * CONFIG.intermediate_size)
 

@@ -34,20 +34,11 @@ def expected(read) -> list[list[int]]:
     return ask(dressed(), read)
 
 
-def test_answers_from_a_context_are_those_of_one_device(read, expected):
-    lm = dressed((2, 2))
-    context = tca_jax.prefill(lm, DOCUMENTS)
-    assert ask(lm, context) == expected
-    assert context.stats.devices == 4
-    assert context.stats.kept_share == pytest.approx(read.stats.kept_share)
-
-
-def test_a_context_grows_as_on_one_device():
-    parts = random_prompt(4, 30), random_prompt(5, 50)
+def test_contexts_grow_as_on_one_device():
     answers = []
     for lm in (dressed(), dressed((1, 2))):
         context = tca_jax.prefill(lm, DOCUMENTS[0])
-        for part in parts:
+        for part in (random_prompt(4, 30), random_prompt(5, 50)):
             context = tca_jax.prefill(lm, part, context=context)
         answers.append(ask(lm, context))
     assert answers[0] == answers[1]
@@ -55,7 +46,11 @@ def test_a_context_grows_as_on_one_device():
 
 def test_a_saved_context_returns_to_its_mesh_alone(tmp_path, read, expected):
     lm = dressed((2, 2))
-    tca_jax.prefill(lm, DOCUMENTS).save(tmp_path)
+    context = tca_jax.prefill(lm, DOCUMENTS)
+    assert ask(lm, context) == expected
+    assert context.stats.devices == 4
+    assert context.stats.kept_share == pytest.approx(read.stats.kept_share)
+    context.save(tmp_path)
     loaded = tca_jax.Context.load(tmp_path)
     assert ask(lm, loaded) == expected
     there = loaded.on(lm)
@@ -69,13 +64,11 @@ def test_a_saved_context_returns_to_its_mesh_alone(tmp_path, read, expected):
 
 
 def test_scores_are_those_of_one_device():
-    one, many = (tca_jax.score(lm, DOCUMENTS).logprobs for lm in (dressed(), dressed((2, 2))))
-    np.testing.assert_allclose(np.concatenate(many), np.concatenate(one), atol=2e-4)
-
-
-def test_scores_of_answers_are_those_of_one_device():
     answers = [[random_prompt(6, 5), random_prompt(7, 12)], [random_prompt(8, 3), random_prompt(9, 1)]]
-    one, many = (score_answers(lm, DOCUMENTS, answers) for lm in (dressed(), dressed((2, 2))))
+    lms = dressed(), dressed((2, 2))
+    one, many = (np.concatenate(tca_jax.score(lm, DOCUMENTS).logprobs) for lm in lms)
+    np.testing.assert_allclose(many, one, atol=2e-4)
+    one, many = (score_answers(lm, DOCUMENTS, answers) for lm in lms)
     for i, j in np.ndindex(2, 2):
         np.testing.assert_allclose(many.logprobs[i][j], one.logprobs[i][j], atol=2e-4)
     assert many.greedy == one.greedy

@@ -34,7 +34,7 @@ def triton_on_this_machine(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dress", [lambda lm: lm, with_blocks], ids=["full", "tca"])
-def test_kernels_say_over_a_mesh_what_xla_says_on_one_device(dress, triton_on_this_machine):
+def test_kernels_over_a_mesh_answer_as_xla(dress, triton_on_this_machine):
     options = {"max_new_tokens": 3, "stop_token_ids": ()}
     expected = tca_jax.generate(dress(lm_of()), PROMPTS, **options, backend="xla")
     out = tca_jax.generate(dress(lm_of(mesh_of((2, 2)))), PROMPTS, **options, backend="triton")

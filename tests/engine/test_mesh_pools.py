@@ -19,17 +19,11 @@ LAYERS = 4
 #: One dense head of four in each layer, always the same.
 DENSE = ((0, 14, 2, 1),) * LAYERS
 DOCUMENTS = [random_prompt(0, 330), random_prompt(1, 289)]
-QUESTIONS = [random_prompt(2, 9), random_prompt(3, 14)]
-OPTIONS = {"max_new_tokens": 20, "stop_token_ids": ()}
 
 
 def dressed(shape: tuple[int, int] | None = None, layers: int = LAYERS) -> tca_jax.LM:
     mesh, rows = None if shape is None else mesh_of(shape), DENSE[:layers]
     return with_tca(lm_of(mesh, num_layers=layers, rows=rows), rows)
-
-
-def ask(lm: tca_jax.LM, context: tca_jax.Context, **options) -> list[list[int]]:
-    return tca_jax.generate(lm, QUESTIONS, context=context, **OPTIONS, **options).tokens
 
 
 def held_by_devices(arrays) -> set[int]:
@@ -46,20 +40,9 @@ def keys_and_values(context: tca_jax.Context) -> list[jax.Array]:
 
 
 @pytest.fixture(scope="module")
-def read() -> tca_jax.Context:
-    """The documents on one device."""
-    return tca_jax.prefill(dressed(), DOCUMENTS)
-
-
-@pytest.fixture(scope="module")
 def shared() -> tca_jax.Context:
     """The same on four devices."""
     return tca_jax.prefill(dressed((1, 4)), DOCUMENTS)
-
-
-@pytest.fixture(scope="module")
-def expected(read) -> list[list[int]]:
-    return ask(dressed(), read)
 
 
 def test_devices_hold_about_as_much():
@@ -103,9 +86,8 @@ def test_devices_allocate_what_statistics_say(shared):
 @needs_8_devices
 def test_no_program_over_a_context_copies_the_pool(shared):
     lm = dressed((1, 4))
-    asked = request.Request.create(
-        lm, QUESTIONS, shared, sampling=tca_jax.Sampling(), seed=0, stop=(), backend="auto", **OPTIONS
-    )
+    options = {"max_new_tokens": 20, "seed": 0, "stop": (), "stop_token_ids": (), "backend": "auto"}
+    asked = request.Request.create(lm, [[1] * 9, [2] * 14], shared, sampling=tca_jax.Sampling(), **options)
     program, _ = asked._prepare_start()
     state = asked._started(results_of(program))
     step = asked.prepare_step(state)

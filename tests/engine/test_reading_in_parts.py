@@ -30,7 +30,7 @@ def with_method(lm, name):
     "method",
     ["tca", pytest.param("full", marks=pytest.mark.integration), pytest.param("adakv", marks=pytest.mark.slow)],
 )
-def test_logits_caches_and_shares_are_those_of_one_program(lm, method):
+def test_parts_give_what_one_program_gives(lm, method):
     lm = with_method(lm, method)
     tokens, lengths = pad_tokens([random_prompt(0, 90), random_prompt(1, 61)])
     layout = lm.cache_layout(*tokens.shape)

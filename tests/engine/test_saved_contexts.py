@@ -12,7 +12,6 @@ import pytest
 from tiny import TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.engine.mesh import HeadShards
 from tca_jax.pallas_kernels.kv import CODES, empty, encode
 
 SAVED = Path(__file__).parent / "saved_context_v2"  # as tca_jax 0.1.0 wrote it, of format 2
@@ -42,16 +41,6 @@ def test_a_context_comes_back_bit_for_bit(context, tmp_path, dtype):
     for mine, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(saved), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert loaded.cache.dtype == dtype
-
-
-def test_a_save_replaces_the_context_before_it(context, tmp_path):
-    context.save(tmp_path)
-    shards = HeadShards(2, ((1, 0), (0, 1)))
-    dataclasses.replace(context, tokens=context.tokens + 1, shards=shards).save(tmp_path)
-    loaded = tca_jax.Context.load(tmp_path)
-    np.testing.assert_array_equal(loaded.tokens, context.tokens + 1)
-    assert loaded.shards == shards
-    assert [path.name for path in tmp_path.iterdir()] == ["context_1"]
 
 
 @pytest.mark.integration

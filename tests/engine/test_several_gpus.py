@@ -16,7 +16,6 @@ from tca_jax.lab.recall.evaluation import draw_documents
 several = jax.default_backend() == "gpu" and jax.device_count() > 1
 pytestmark = pytest.mark.skipif(not several, reason="needs two GPUs; meshes of CPUs run in test_mesh.py")
 
-SHAPES = {"1x2": (1, 2), "2x1": (2, 1), "1x4": (1, 4), "2x2": (2, 2)}
 NEW_TOKENS = 64
 
 
@@ -37,25 +36,17 @@ def answers(method: str, mesh: Mesh | None = None):
 of_one = functools.cache(answers)
 
 
-def check_same(shape: tuple[int, int], method: str) -> None:
-    count = int(np.prod(shape))
-    if jax.device_count() < count:
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 4), (2, 2)], ids=str)
+@pytest.mark.parametrize("method", ["profile", "full", "xattention", "snapkv", "in chunks"])
+def test_answers_are_those_of_one_gpu(shape, method, monkeypatch):
+    if jax.device_count() < (count := int(np.prod(shape))):
         pytest.skip(f"needs {count} GPUs")
-    out = answers(method, mesh_of(shape))
-    assert out.tokens == of_one(method).tokens
-    for here, there in zip(out.logprobs, of_one(method).logprobs, strict=True):
+    name = "profile" if method == "in chunks" else method
+    expected = of_one(name)
+    if method == "in chunks":  # sums that overlap with the products of long prompts
+        chunks_of(1024, tca_jax.load("recall-tiny"), monkeypatch)
+        monkeypatch.setattr("tca_jax.models.sharding._OVERLAPPING", (14, 18))  # each size's products take seconds
+    out = answers(name, mesh_of(shape))
+    assert out.tokens == expected.tokens
+    for here, there in zip(out.logprobs, expected.logprobs, strict=True):
         np.testing.assert_allclose(here, there, atol=2e-4)
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("method", ["profile", "full", "xattention", "snapkv"])
-def test_tokens_and_logits_are_those_of_one_gpu(shape, method):
-    check_same(shape, method)
-
-
-@pytest.mark.parametrize("shape", [(1, 2), (1, 4), (2, 2)], ids=str)
-def test_sums_that_overlap_with_products_of_long_prompts_change_nothing(shape, monkeypatch):
-    of_one("profile")  # before chunks are so small that these prompts are long ones
-    chunks_of(1024, tca_jax.load("recall-tiny"), monkeypatch)
-    monkeypatch.setattr("tca_jax.models.sharding._OVERLAPPING", (14, 18))  # each size's products are tuned for seconds
-    check_same(shape, "profile")

@@ -25,50 +25,41 @@ KINDS = [["vertical_slash", 35, 60], ["a_shape", 5, 40], ["block_sparse", 8, 1],
 BLOCKS = {"block_size": 16, "dense_tokens": 48}
 #: Name, options by the number of query heads, and whether all pairs are attended to.
 CASES = {
-    "full": ("full", lambda heads: {}, True),
-    "streaming": ("streaming", lambda heads: {"sinks": 11, **GEOMETRY}, False),
-    "tca, unequal rows": ("tca", lambda heads: {"candidates": [[0, 9]], "config": TCA}, False),
-    "tca, a dense head": ("tca", lambda heads: {"candidates": [[DENSE, 3]], "config": TCA}, False),
-    "tca, dense": ("tca", lambda heads: {"candidates": DENSE, "config": TCA}, True),
+    "full": ("full", {}, True),
+    "streaming": ("streaming", {"sinks": 11, **GEOMETRY}, False),
+    "tca, unequal rows": ("tca", {"candidates": [[0, 9]], "config": TCA}, False),
+    "tca, a dense head": ("tca", {"candidates": [[DENSE, 3]], "config": TCA}, False),
+    "tca, dense": ("tca", {"candidates": DENSE, "config": TCA}, True),
     "tca, two rows": (
         "tca",
-        lambda heads: {"candidates": [[DENSE, 5]], "prefill_candidates": [[1, 4]], "config": TCA},
+        {"candidates": [[DENSE, 5]], "prefill_candidates": [[1, 4]], "config": TCA},
         False,
     ),
     "tca, no reserve, wide window": (
         "tca",
-        lambda heads: {"candidates": [[2, 7]], "config": tca_jax.TCAConfig(block_size=16, window=64, reserve=0)},
+        {"candidates": [[2, 7]], "config": tca_jax.TCAConfig(block_size=16, window=64, reserve=0)},
         False,
     ),
     "tca, all local": (
         "tca",
-        lambda heads: {"candidates": 0, "config": tca_jax.TCAConfig(block_size=8, window=256)},
+        {"candidates": 0, "config": tca_jax.TCAConfig(block_size=8, window=256)},
         True,
     ),
-    "uniform": ("uniform", lambda heads: {"candidate": 4, "config": TCA}, False),
-    "random": ("random", lambda heads: {"share": 0.4, **GEOMETRY}, False),
-    "duoattention": ("duoattention", lambda heads: {"gates": [[0.9, 0.1]], "sinks": 3, **GEOMETRY}, False),
-    "snapkv": ("snapkv", lambda heads: {"share": 0.3, "observation": 4, **GEOMETRY}, True),
-    "adakv": ("adakv", lambda heads: {"share": 0.3, "observation": 4, **GEOMETRY}, True),
-    "adakv-expected-attention": ("adakv-expected-attention", lambda heads: {"future": 16, **GEOMETRY}, True),
-    "h2o": ("h2o", lambda heads: {"share": 0.3, **GEOMETRY}, True),
-    "keydiff": ("keydiff", lambda heads: {"share": 0.3, **GEOMETRY}, True),
-    "kvzip": ("kvzip", lambda heads: {"chunk": 32, **GEOMETRY}, True),
-    "kvzip-heads": ("kvzip-heads", lambda heads: {"head_scores": [[0.9, 0.1]], "sinks": 3, **GEOMETRY}, True),
-    "pyramidkv": ("pyramidkv", lambda heads: {"share": 0.3, "observation": 4, **GEOMETRY}, True),
-    "quest": ("quest", lambda heads: {"budget": 64, **GEOMETRY}, True),
-    "tova": ("tova", lambda heads: {"share": 0.3, **GEOMETRY}, True),
-    "cake": ("cake", lambda heads: {"preferences": [0.5], "share": 0.3, "observation": 4, **GEOMETRY}, True),
-    "expected-attention": ("expected-attention", lambda heads: {"share": 0.3, "future": 16, **GEOMETRY}, True),
+    "uniform": ("uniform", {"candidate": 4, "config": TCA}, False),
+    "random": ("random", {"share": 0.4, **GEOMETRY}, False),
+    "duoattention": ("duoattention", {"gates": [[0.9, 0.1]], "sinks": 3, **GEOMETRY}, False),
+    "snapkv": ("snapkv", {"share": 0.3, "observation": 4, **GEOMETRY}, True),
+    "kvzip": ("kvzip", {"chunk": 32, **GEOMETRY}, True),
+    "quest": ("quest", {"budget": 64, **GEOMETRY}, True),
     "minference": ("minference", lambda heads: {"patterns": [(KINDS * 2)[:heads]], "blocks": 2, **BLOCKS}, False),
     "minference, lines alone": (
         "minference",
         lambda heads: {"patterns": [(KINDS[:2] * 4)[:heads]], "scale": 1.5, **BLOCKS},
         False,
     ),
-    "flexprefill": ("flexprefill", lambda heads: {"gamma": 0.3, "tau": 0.4, "min_budget": 16, "block_size": 16}, False),
-    "xattention": ("xattention", lambda heads: {"threshold": 0.5, "stride": 4, **BLOCKS}, False),
-    "xattention, short": ("xattention", lambda heads: {"threshold": 0.5, "stride": 4}, True),
+    "flexprefill": ("flexprefill", {"gamma": 0.3, "tau": 0.4, "min_budget": 16, "block_size": 16}, False),
+    "xattention": ("xattention", {"threshold": 0.5, "stride": 4, **BLOCKS}, False),
+    "xattention, short": ("xattention", {"threshold": 0.5, "stride": 4}, True),
 }
 
 
@@ -87,7 +78,8 @@ def weighed_pairs(attend, q, k, lengths):
 def test_pairs_are_those_that_attention_weighs(case, group):
     name, options, everything = CASES[case]
     heads = KV_HEADS * group
-    method, lengths = methods.get(name, **options(heads)), jnp.asarray(LENGTHS, jnp.int32)
+    options = options(heads) if callable(options) else options
+    method, lengths = methods.get(name, **options), jnp.asarray(LENGTHS, jnp.int32)
     q, k, v = qkv(3, len(LENGTHS), max(LENGTHS), heads, KV_HEADS, DIM, 0.8)
     q, k, v = (poison(x, LENGTHS, 1e3) for x in (q, k, v))
     attend = jax.jit(lambda q, k, v, n: method.prefill.attend(0, Heads.all(KV_HEADS), q, k, v, n, None, "xla"))
@@ -102,7 +94,7 @@ def test_pairs_are_those_that_attention_weighs(case, group):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("size", [2, 4, 16])
-def test_pairs_of_lists_are_those_of_their_definition(shared, size, monkeypatch):
+def test_pairs_of_lists_equal_their_definition(shared, size, monkeypatch):
     rng, lengths, heads = np.random.default_rng(size), (75, 64, 1, 18), 3
     n = jnp.asarray(lengths, jnp.int32)
     count = jax.jit(functools.partial(listed_pairs, block_size=size))
@@ -123,19 +115,7 @@ def test_pairs_of_lists_are_those_of_their_definition(shared, size, monkeypatch)
                 np.testing.assert_array_equal(few(listed, n), expected)
 
 
-def test_pairs_of_a_selection_are_those_of_its_definition():
-    rng, lengths, block, window = np.random.default_rng(0), [75, 16, 40, 1], 8, 16
-    budgets = rng.integers(0, block + 1, (4, 3, 75 // block))
-    expected = np.zeros((4, 3))
-    for row, length in enumerate(lengths):
-        for i in range(length):
-            edge = max(0, i // block * block - window)
-            expected[row] += i - edge + 1 + budgets[row, :, : edge // block].sum(axis=1)
-    pairs = selected_pairs(jnp.asarray(budgets, jnp.int32), jnp.asarray(lengths), block_size=block, window=window)
-    np.testing.assert_array_equal(pairs, expected)
-
-
-def test_pairs_of_a_million_tokens_are_exact_to_the_last_bit_of_float32():
+def test_pairs_of_a_million_tokens_are_exact():
     lengths, everything = jnp.array([1_000_000, 999_999], jnp.int32), jnp.full((2, 1, 62_500), 16, jnp.int32)
     triangles = [n * (n + 1) / 2 for n in lengths.tolist()]
     np.testing.assert_allclose(causal_pairs(lengths), triangles, rtol=2e-7)
@@ -149,7 +129,7 @@ PROMPTS = [random_prompt(0, 90), random_prompt(1, 61)]
 
 
 @pytest.mark.integration
-def test_a_context_keeps_the_share_of_its_first_reading(tmp_path):
+def test_contexts_keep_their_attended_share(tmp_path):
     lm = with_candidates(tiny_lm(), [[0, 6], [DENSE, 3]])
     context = tca_jax.prefill(lm, PROMPTS)
     share = context.stats.attended_share
@@ -168,7 +148,7 @@ def test_a_context_keeps_the_share_of_its_first_reading(tmp_path):
 
 
 @pytest.mark.integration
-def test_of_a_policy_that_reads_more_than_the_cache_keeps_the_last_layer_is_computed_whole():
+def test_the_last_layer_is_computed_whole_when_needed():
     class Hesitant(SparsePrefill):
         def answers_from_cache(self, layer):
             return layer == 0

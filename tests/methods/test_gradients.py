@@ -72,15 +72,3 @@ def test_padding_gets_no_gradient_and_spoils_none():
     for ours, theirs in zip(poisoned, clean, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
         assert not np.asarray(ours)[1, 40:].any()
-
-
-def test_gradients_pass_through_jit_and_vmap():
-    arrays, _, lengths, weight = inputs(4, [60])
-    stacked = [np.stack([x, 0.5 * x]) for x in arrays]
-
-    def loss(q, k, v):
-        return jnp.sum(weight * tca_jax.attend(q, k, v, CANDIDATES, lengths, CONFIG))
-
-    mapped = jax.jit(jax.vmap(jax.grad(loss)))(*stacked)
-    for i in range(2):
-        np.testing.assert_allclose(mapped[i], jax.grad(loss)(*(x[i] for x in stacked)), atol=1e-4)

@@ -16,6 +16,7 @@ import tca_jax
 from tca_jax import methods
 from tca_jax.lab.plots import inspection
 from tca_jax.methods.base import Heads
+from tca_jax.methods.fetching import attend_blocks, fetch_lists, fetched_blocks
 from tca_jax.methods.tca import tca
 from tca_jax.pallas_kernels import backends
 
@@ -23,6 +24,7 @@ SMALL = tca_jax.TCAConfig(block_size=8, window=16, reserve=3, observation=6, spr
 DENSE = SMALL.num_candidates
 READINGS = ["sparse", "blocks", "sparse", "dense"]
 ROWS, PREFILL_ROWS = [4, DENSE, 7, 2], [0, 0, 7, 0]
+FETCHING = tca_jax.TCAConfig(block_size=8, window=16, fetch=3, fetch_stride=4)
 NOISE = 1e-5  # relative gap under which float32 may break a tie differently from float64
 
 
@@ -54,22 +56,33 @@ def check(config, lengths, readings, rows, group, backend="xla", head_dim=64, sc
     return out, pairs
 
 
+ALL = {"readings": READINGS, "rows": PREFILL_ROWS}
+
+
 @pytest.mark.parametrize(
-    ("group", "lengths", "seed"), [(1, (133, 61), 3), (4, (128, 117), 1), (7, (101, 20), 2)], ids=str
+    ("lengths", "fields", "options"),
+    [
+        ((133, 61), {}, {**ALL, "group": 1, "seed": 3}),
+        ((128, 117), {}, {**ALL, "group": 4, "seed": 1}),
+        ((101, 20), {}, {**ALL, "group": 7, "seed": 2}),
+        ((77, 23, 24), {}, {**ALL, "head_dim": 8, "seed": 5}),  # a window as long as the bucket beside a longer row
+        *(
+            ((110, 67), {"fetch_stride": stride, "fetch": 3}, {"readings": ["blocks", "sparse"]})
+            for stride in (1, 8, 64)
+        ),
+        *(
+            ((90, 33), {}, {"readings": readings})
+            for readings in (["blocks"] * 2, ["dense", "blocks"], ["sparse", "dense"])
+        ),
+        ((15, 9), {}, {**ALL, "head_dim": 8}),
+        ((23, 9), {}, {**ALL, "head_dim": 8}),
+    ],
 )
-def test_a_layer_of_all_readings_equals_the_oracle_on_ragged_prompts(group, lengths, seed):
-    check(SMALL, np.array(lengths, np.int32), READINGS, PREFILL_ROWS, group, seed=seed)
-
-
-@pytest.mark.parametrize("stride", [1, 8, 64])
-def test_every_stride_of_the_estimate_equals_the_oracle(stride):
-    config = dataclasses.replace(SMALL, fetch_stride=stride, fetch=3)
-    check(config, np.array([110, 67], np.int32), ["blocks", "sparse"], [0, 0], 2, head_dim=16)
-
-
-@pytest.mark.parametrize("readings", [["blocks"] * 2, ["dense", "blocks"], ["sparse", "dense"]], ids=str)
-def test_a_layer_in_which_nobody_reads_in_some_way_equals_the_oracle(readings):
-    check(SMALL, np.array([90, 33], np.int32), readings, [0, 0], 2, head_dim=16)
+def test_layers_of_all_readings_equal_the_oracle(lengths, fields, options):
+    options = {"rows": [0, 0], "group": 1 if "rows" in options else 2, "head_dim": 16, **options}
+    _, pairs = check(dataclasses.replace(SMALL, **fields), np.array(lengths, np.int32), **options)
+    if max(lengths) < SMALL.window + SMALL.block_size:  # within the window
+        np.testing.assert_array_equal(pairs, [n * (n + 1) / 2 for n in lengths])
 
 
 def test_the_kernels_equal_the_oracle_under_all_readings(monkeypatch):
@@ -82,7 +95,7 @@ def test_the_kernels_equal_the_oracle_under_all_readings(monkeypatch):
     check(config, np.array([112, 70], np.int32), READINGS, PREFILL_ROWS, 1, "triton", head_dim=16, atol=2e-4)
 
 
-def test_fetching_more_blocks_than_there_are_is_exact_attention():
+def test_fetching_all_blocks_is_exact_attention():
     lengths = np.array([101, 44], np.int32)
     q, k, v = map(jnp.asarray, qkv(0, 2, 101, 4, 2, 16))
     many = dataclasses.replace(SMALL, fetch=100)
@@ -94,15 +107,32 @@ def test_fetching_more_blocks_than_there_are_is_exact_attention():
         np.testing.assert_array_equal(pairs, full.pairs)
 
 
-@pytest.mark.parametrize("tokens", [15, 23])
-def test_a_prompt_within_the_window_is_read_whole_by_every_head(tokens):
-    lengths = np.array([tokens, 9], np.int32)
-    _, pairs = check(SMALL, lengths, READINGS, PREFILL_ROWS, 1, head_dim=8)
-    np.testing.assert_array_equal(pairs, lengths * (lengths + 1) / 2)
+def test_tied_blocks_are_fetched_in_order():
+    mass = np.zeros((1, 1, 9, 9), np.float32)
+    mass[0, 0, 7, [4, 2, 6]] = 1.0, 1.0, 9.0  # block 6 is in the window
+    mass[0, 0, 8] = 1.0
+    found = [{*map(int, tile)} - {-1} for tile in fetched_blocks(jnp.asarray(mass), FETCHING)[0, 0]]
+    assert found[7] == {4, 2, 0}
+    assert found[8] == {0, 1, 2}
+    assert found[:4] == [set(), set(), set(), {0}]
 
 
-def test_a_window_as_long_as_the_bucket_is_exact_attention_beside_a_longer_row():
-    check(SMALL, np.array([77, 23, 24], np.int32), READINGS, PREFILL_ROWS, 1, head_dim=8, seed=5)
+@pytest.mark.parametrize("length", [72, 75])
+def test_later_tokens_change_no_earlier_tile(length):
+    q, k, v = qkv(3, 1, 133, 4, 2, 16)
+    lengths = np.array([133], np.int32)
+    other_q, other_k, other_v = (poison(x, [length], 50.0) for x in (q, k, v))
+    tiles = length // 8  # whole ones
+    before, after = (
+        fetch_lists(*map(jnp.asarray, (*x, lengths)), FETCHING, "xla") for x in ((q, k), (other_q, other_k))
+    )
+    np.testing.assert_array_equal(after.distances[:, :, :tiles], before.distances[:, :, :tiles])
+    assert not np.array_equal(after.distances, before.distances)
+    outs = [
+        np.asarray(attend_blocks(*map(jnp.asarray, (*x, lengths)), FETCHING, "xla")[0])
+        for x in ((q, k, v), (other_q, other_k, other_v))
+    ]
+    np.testing.assert_array_equal(outs[1][:, : tiles * 8], outs[0][:, : tiles * 8])
 
 
 # --- a model --------------------------------------------------------------------------------------
@@ -149,25 +179,21 @@ def greedy(lm, prompt, following, new_tokens, readings):
 
 
 @pytest.mark.integration
-def test_a_prompt_is_answered_as_its_heads_read_it(lm):
-    ids = random_prompt(70, 70)
-    out = tca_jax.generate(under(lm, MIXED), ids, max_new_tokens=4, stop_token_ids=(), logprobs=True)
-    tokens, logprobs, _ = greedy(lm, ids, [], 4, MIXED)
+def test_prompts_are_read_as_their_heads_read(lm):
+    """Its answer and the scores of its own tokens."""
+    ids, model = random_prompt(70, 70), under(lm, MIXED)
+    out = tca_jax.generate(model, ids, max_new_tokens=4, stop_token_ids=(), logprobs=True)
+    tokens, logprobs, inside = greedy(lm, ids, [], 4, MIXED)
     assert out.tokens == [tokens]
     np.testing.assert_allclose(out.logprobs[0], logprobs, atol=1e-3)
     assert out.stats.kept_share == 1
-
-
-@pytest.mark.integration
-def test_the_tokens_of_a_text_are_scored_as_its_heads_read_it(lm):
-    ids = random_prompt(0, 75)
-    scored = tca_jax.score(under(lm, MIXED), ids).logprobs[0]
-    np.testing.assert_allclose(scored, greedy(lm, ids, [], 1, MIXED)[2], atol=1e-3)
+    scored = tca_jax.score(model, ids).logprobs[0]
+    np.testing.assert_allclose(scored, inside, atol=1e-3)
     assert np.abs(scored - tca_jax.score(lm, ids).logprobs[0]).max() > 0.05
 
 
 @pytest.mark.integration
-def test_questions_behind_a_context_see_all_that_its_heads_keep_however_they_have_read(lm):
+def test_questions_see_all_that_heads_keep(lm):
     document, part, question = random_prompt(1, 75), random_prompt(2, 19), random_prompt(3, 6)
     model = under(lm, MIXED)
     context = tca_jax.prefill(model, document)
@@ -177,7 +203,7 @@ def test_questions_behind_a_context_see_all_that_its_heads_keep_however_they_hav
 
 
 @pytest.mark.integration
-def test_the_last_query_is_computed_from_the_whole_prompt_where_a_head_of_the_last_layer_fetches(lm):
+def test_last_layer_fetches_from_the_whole_prompt(lm):
     """Not from the cache: the head keeps next to nothing, and what it fetches is gone behind the prompt."""
     ids, model = random_prompt(7, 96), under(lm, FETCHING_LAST, candidates=0)
     out = tca_jax.generate(model, ids, max_new_tokens=1, stop_token_ids=(), logprobs=True)
@@ -188,7 +214,7 @@ def test_the_last_query_is_computed_from_the_whole_prompt_where_a_head_of_the_la
 
 
 @pytest.mark.integration
-def test_what_the_first_layer_keeps_is_by_the_cache_row_whatever_the_reading(lm):
+def test_readings_do_not_change_the_kept_tokens(lm):
     ids, rows = random_prompt(9, 100), [[0, 3]] * 2
     sparse, *others = (
         inspection.kept_tokens(under(lm, readings, rows, None), ids)[0] for readings in ("sparse", "blocks", "dense")
@@ -197,33 +223,13 @@ def test_what_the_first_layer_keeps_is_by_the_cache_row_whatever_the_reading(lm)
         np.testing.assert_array_equal(other, sparse)
 
 
-# --- a mesh ---------------------------------------------------------------------------------------
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("readings", "message"),
-    [
-        ("far", r"readings = 'far': must be one of \['sparse', 'blocks', 'dense'\]"),
-        ([["sparse", "Blocks"]], r"readings\[0\]\[1\] = 'Blocks': must be one of"),
-        (["sparse", "blocks"], r"readings has shape \(2,\), dtype <U6: must be names \[layers, H_kv\]"),
-        ([[0, 1]], r"readings has shape \(1, 2\), dtype int64: must be names"),
-    ],
-)
-def test_readings_that_are_none_are_named(readings, message):
-    with pytest.raises(ValueError, match=message):
-        tca.__wrapped__(0, SMALL, readings=readings)
-
-
 def test_readings_that_are_alike_are_one_reading():
     assert tca(0, SMALL, readings=[["blocks"] * 2] * 3) == tca(0, SMALL, readings="blocks")
     assert tca(0, SMALL, readings=np.full((3, 2), "sparse")) == tca(0, SMALL)
     assert hash(tca([[0, 1]], SMALL, readings=[["blocks", "dense"]])) is not None
 
 
-def test_a_layer_estimates_once_and_only_where_a_head_fetches():
+def test_layers_estimate_once_if_heads_fetch():
     q, k, v = map(jnp.asarray, qkv(6, 1, 64, 4, 2, 8))
     method = tca(0, SMALL, readings=[["sparse", "sparse"], ["sparse", "blocks"]])
     for layer, times in ((0, 0), (1, 1)):

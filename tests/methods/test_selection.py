@@ -1,18 +1,128 @@
-"""The selection arithmetic: block orders, budgets by rank, best tokens of a block."""
+"""Candidate budgets (Eq. 4 and 7), block orders, the reserve and the two rows of a head, against the float64 oracle."""
 
+import collections
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cases import last_queries, observed_queries, qkv, regions
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged import kept_tokens, read_layer
 
+import tca_jax
+from tca_jax import methods
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.methods.base import Heads
+from tca_jax.methods.candidates import (
+    budget_count_table,
+    budget_counts,
+    candidate_budgets,
+    candidate_distributions,
+    eviction_budgets,
+    kept_share,
+    region_capacity,
+)
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.selection import block_budgets, block_density
+from tca_jax.methods.selection import block_density
 from tca_jax.pallas_kernels.select_tokens import selection_mask
-from tca_jax.pallas_kernels.token_scores import TokenScores
+from tca_jax.pallas_kernels.token_scores import TokenScores, token_scores
 
-CONFIG = TCAConfig(block_size=8, window=16)
+DEFAULT = TCAConfig()
+configs = st.builds(
+    TCAConfig,
+    block_size=st.sampled_from([1, 2, 8, 64, 128]),
+    window=st.just(128),
+    num_candidates=st.integers(2, 20),
+    sigma=st.floats(0.05, 5),
+)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(config=configs)
+def test_distributions_follow_equation_4(config):
+    np.testing.assert_allclose(candidate_distributions(config), oracle.distributions(config), atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(config=configs, blocks=st.integers(0, 300))
+def test_budgets_are_shared_out_by_largest_remainder(config, blocks):
+    budgets = np.asarray(candidate_budgets(config, blocks))
+    assert budgets.shape == (config.num_candidates + 1, blocks)
+    assert budgets.dtype == np.int32
+    assert np.all(np.diff(budgets, axis=1) >= 0)
+    assert np.all(budgets[-1] == config.block_size)
+    counts = budget_counts(config, blocks)
+    np.testing.assert_array_equal(counts.sum(axis=1), np.full(len(counts), blocks))
+    # Each count is its quota rounded down or up.
+    assert np.all(np.abs(counts - blocks * candidate_distributions(config)) < 1 + 1e-9)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 5, 32, 1000])
+def test_default_budgets_equal_the_oracle(blocks):
+    budgets = np.asarray(candidate_budgets(DEFAULT, blocks))
+    for candidate in range(DEFAULT.num_candidates + 1):
+        np.testing.assert_array_equal(budgets[candidate], oracle.psi(DEFAULT, candidate, blocks))
+
+
+def test_tied_remainders_go_to_the_smaller_budget():
+    config = TCAConfig(block_size=2, window=2, num_candidates=3, sigma=1e6)  # flat: half the blocks on each budget
+    np.testing.assert_allclose(candidate_distributions(config)[:3], 0.5, atol=1e-9)
+    exact = TCAConfig(block_size=2, window=2, num_candidates=3, sigma=1e12)
+    np.testing.assert_array_equal(budget_counts(exact, 3), [[2, 1]] * 3 + [[0, 3]])
+
+
+def test_the_table_holds_all_counts():
+    table = budget_count_table(DEFAULT, 60)
+    assert table.shape == (61, 15, 8)
+    for blocks in range(61):
+        np.testing.assert_array_equal(table[blocks], budget_counts(DEFAULT, blocks))
+    with pytest.raises(ValueError, match="read-only"):
+        table[0, 0, 0] = 1
+
+
+def test_evicted_blocks_keep_the_mean_budgets_floor():
+    means = np.array(oracle.distributions(DEFAULT)) @ np.array(oracle.sizes(DEFAULT))
+    np.testing.assert_array_equal(eviction_budgets(DEFAULT), np.maximum(1, np.floor(means)))
+    assert eviction_budgets(DEFAULT)[-1] == 128
+    sparse = TCAConfig(block_size=8, window=8, num_candidates=2, sigma=0.1)
+    assert eviction_budgets(sparse)[0] == 1
+
+
+@pytest.mark.parametrize("reserve", [0, 1, 1000])
+def test_capacity_of_two_rows_and_a_reserve(reserve):
+    config = TCAConfig(block_size=8, window=8, num_candidates=30, reserve=reserve)
+    psi = [[oracle.psi(config, row, n) for n in range(25)] for row in range(31)]
+    crossed = 0
+    for cache, prefill in itertools.combinations_with_replacement(range(31), 2):
+        most = alone = 0
+        for n in range(25):
+            most = max(most, min(8 * n, sum(map(max, psi[cache][n], psi[prefill][n])) + reserve))
+            alone = max(alone, min(8 * n, max(sum(psi[cache][n]), sum(psi[prefill][n])) + reserve))
+            assert region_capacity(config, cache, n, prefill) == region_capacity(config, prefill, n, cache) == most
+            crossed += most > alone
+    assert bool(crossed) == (reserve < 1000)  # each row is the larger one somewhere
+
+
+@pytest.mark.parametrize("tokens", [5, 23, 24, 40, 333])
+@pytest.mark.parametrize("reserve", [0, 3, 1000])
+def test_kept_share_counts_larger_budgets_and_reserve(tokens, reserve):
+    config = TCAConfig(block_size=8, window=16, num_candidates=4, sigma=0.4, reserve=reserve)
+    ranked = config.num_ranked_blocks(tokens)
+    budgets = np.asarray(candidate_budgets(config, ranked))
+    for prefill, cache in [(0, 0), (0, 2), (1, 3), (2, 4)]:
+        selected = min(np.maximum(budgets[prefill], budgets[cache]).sum() + reserve, ranked * 8)
+        share = kept_share(config, tokens, *(np.array([row], np.int32) for row in (cache, prefill)))
+        assert share[0] == (selected + tokens - ranked * 8) / tokens
+
+
+PLAIN = TCAConfig(block_size=8, window=16)
 
 
 def _scored(scores, block_size=8):
@@ -25,35 +135,28 @@ def _scored(scores, block_size=8):
     return TokenScores(*map(jnp.asarray, (scores, mass, np.where(mass > 0, hhi, 1 / block_size).astype(np.float32))))
 
 
-def test_ranked_blocks_are_those_that_can_leave_the_window():
-    lengths = jnp.array([1, 23, 24, 31, 32, 100])
-    np.testing.assert_array_equal(CONFIG.num_ranked_blocks(lengths), [0, 0, 1, 1, 2, 10])
-    np.testing.assert_array_equal(
-        CONFIG.num_ranked_blocks(lengths), [CONFIG.num_ranked_blocks(int(x)) for x in lengths]
+def test_ranked_blocks_can_leave_the_window():
+    for config, counts in (
+        (PLAIN, {1: 0, 23: 0, 24: 1, 31: 1, 32: 2, 100: 10}),
+        (TCAConfig(), {4096 + 127: 0, 4096 + 128: 1, 4096 + 255: 1, 131072: 992}),
+    ):
+        np.testing.assert_array_equal(config.num_ranked_blocks(jnp.array([*counts])), [*counts.values()])
+        assert [config.num_ranked_blocks(length) for length in counts] == [*counts.values()]
+
+
+def test_presets_and_derived_hyperparameters():
+    paper = TCAConfig.paper(window=512)
+    assert (paper.window, paper.alpha, paper.tau, paper.density, paper.criterion) == (
+        *(512, 0.5, 0.9),
+        *("paper", "column_mean"),
     )
+    assert (paper.reserve_tokens, paper.num_queries) == (0, 1)  # no reserve: one query scores the blocks
+    assert (TCAConfig().reserve_tokens, TCAConfig(window=512, reserve=7).reserve_tokens) == (512, 7)
+    assert TCAConfig(observation=9).num_queries == 9
+    assert hash(TCAConfig(alpha=np.float64(0.5))) == hash(TCAConfig(alpha=0.5))  # NumPy's numbers, too
 
 
-@pytest.mark.parametrize("density", ["concentration", "paper"])
-@pytest.mark.parametrize("index", ["hhi", "entropy"])
-def test_density_equals_the_oracle(density, index):
-    config = TCAConfig(block_size=8, window=16, density=density, index=index, alpha=0.3)
-    scores = np.random.default_rng(0).dirichlet(np.full(70, 0.2), size=(2, 3))
-    out = block_density(_scored(scores), jnp.array([6, 6]), config)
-    for row in range(2):
-        for head in range(3):
-            np.testing.assert_allclose(out[row, head, :6], oracle.density(scores[row, head], config), rtol=1e-4)
-    assert np.all(np.isinf(out[..., 6:]))
-
-
-def test_paper_order_is_the_other_way_round_for_concentrated_blocks():
-    peaked, flat = [0.5] + [0.0] * 7, [0.0625] * 8  # the same mass
-    scored = _scored([[peaked + flat + [0.0] * 16]])
-    for density, first in (("concentration", 1), ("paper", 0)):  # the index of the lowest
-        config = TCAConfig(block_size=8, window=16, density=density, alpha=0.5)
-        assert int(jnp.argmin(block_density(scored, jnp.array([2]), config)[0, 0])) == first
-
-
-def test_index_of_a_massless_block_is_that_of_a_flat_one():
+def test_massless_blocks_have_a_flat_index():
     scored = _scored(np.zeros((1, 1, 32)))
     for index, expected in (("hhi", 0.1 / 8), ("entropy", 0.0)):
         config = TCAConfig(block_size=8, window=16, index=index)
@@ -80,26 +183,141 @@ def test_random_order_depends_on_seed_and_head_alone():
     assert len(np.unique(one)) == one.size
 
 
-def test_lowest_density_gets_the_smallest_budget_and_ties_go_to_the_lower_block():
-    density = jnp.array([[[0.3, 0.1, 0.1, 0.2, 0.0, 0.0]]])
-    counts = jnp.array([[[1, 1, 1, 1]]])  # Psi = 1, 2, 4, 8 over the first four blocks
-    np.testing.assert_array_equal(block_budgets(density, jnp.array([4]), counts)[0, 0], [8, 1, 2, 4, 0, 0])
+CONFIG = TCAConfig(block_size=8, window=16, reserve=9, observation=6, spread=3)
+DENSE = CONFIG.num_candidates
+NOISE = 1e-5  # relative gap under which float32 may break a tie differently from float64
 
 
-def test_no_ranked_block_gets_no_budget():
-    budgets = block_budgets(jnp.zeros((1, 1, 3)), jnp.array([0]), jnp.zeros((1, 1, 4), jnp.int32))
-    np.testing.assert_array_equal(budgets, np.zeros((1, 1, 3)))
+def masks(method, q, k, lengths, config):
+    """What the cache keeps and what prompt queries attend to, bool [B, Hkv, L] each."""
+    queries = jnp.asarray(observed_queries(q, lengths, config.num_queries))
+    selection = method.cache.select(
+        0, Heads.all(k.shape[2]), queries, jnp.asarray(k), jnp.asarray(k), jnp.asarray(lengths), "xla"
+    )
+    return [
+        np.asarray(selection_mask(part.scores, part.budgets, block_size=config.block_size))
+        for part in (selection, selection.for_prefill)
+    ]
 
 
-@settings(max_examples=30, deadline=None, database=None)
-@given(seed=st.integers(0, 2**32 - 1), levels=st.integers(1, 20))
-def test_mask_keeps_the_best_of_each_block_lowest_position_first(seed, levels):
-    rng = np.random.default_rng(seed)
-    scores = rng.integers(0, levels, (2, 2, 37)).astype(np.float32)  # many ties
-    budgets = rng.integers(0, 9, (2, 2, 4)).astype(np.int32)
-    expected = np.zeros((2, 2, 37), bool)
-    for row, head, block in np.ndindex(2, 2, 4):
-        start = 8 * block
-        best = np.argsort(-scores[row, head, start : start + 8], kind="stable")
-        expected[row, head, start + best[: budgets[row, head, block]]] = True
-    np.testing.assert_array_equal(selection_mask(jnp.asarray(scores), jnp.asarray(budgets), block_size=8), expected)
+@pytest.mark.parametrize("density", ["concentration", "paper", "random"])
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (4, 2), (7, 1)])
+def test_selection_of_both_rows_equals_the_oracle(group, kv_heads, density):
+    config = dataclasses.replace(CONFIG, density=density)
+    lengths = np.array([101, 4, 53], np.int32)
+    q, k, v = qkv(group, 3, 101, group * kv_heads, kv_heads, 8, 1.0)
+    cache, prefill = [DENSE, 3, 7][:kv_heads], [2, 3, 0][:kv_heads]
+    kept, read = masks(methods.configured(config, [cache], prefill_candidates=[prefill]), q, k, lengths, config)
+    drawn = None
+    if density == "random":
+        ranked = config.num_ranked_blocks(jnp.asarray(lengths))
+        last = jnp.asarray(last_queries(q, lengths))
+        drawn = np.asarray(
+            block_density(token_scores(last, jnp.asarray(k), jnp.asarray(lengths), block_size=8), ranked, config)
+        )
+    checked = 0
+    for row, head, queries, keys, _ in regions(q, k, v, lengths):
+        n = len(keys)
+        densities = None if drawn is None else drawn[row, head, : config.num_ranked_blocks(n)]
+        arguments = (queries[-config.observation :], keys)
+        expected, margin = oracle.select(*arguments, cache[head], config, densities, prefill_candidate=prefill[head])
+        sparse, sparse_margin = oracle.select(*arguments, prefill[head], config, densities)
+        if min(margin, sparse_margin) > NOISE:
+            np.testing.assert_array_equal(kept[row, head, :n], expected)
+            np.testing.assert_array_equal(read[row, head, :n], sparse)
+            checked += n > config.window + 8
+    assert checked >= kv_heads
+    assert not (read & ~kept).any()
+    assert not kept[np.arange(101) >= lengths[:, None, None] + np.zeros((3, kv_heads, 1))].any()
+
+
+@settings(max_examples=25, deadline=None, database=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(1, 160), min_size=2, max_size=2),
+    rows=st.lists(st.integers(0, DENSE), min_size=4, max_size=4),
+    reserve=st.sampled_from([1, 9, 70]),
+)
+def test_prompts_keep_at_most_their_capacity(seed, lengths, rows, reserve):
+    config = dataclasses.replace(CONFIG, reserve=reserve)
+    method = methods.configured(config, [rows[:2]], prefill_candidates=[rows[2:]])
+    q, k, _ = qkv(seed, 2, 160, 2, 2, 8, 2.0)
+    kept, read = masks(method, q, k, np.array(lengths, np.int32), config)
+    assert not (read & ~kept).any()
+    for longest in (max(lengths), 160):
+        capacities = method.cache.capacities(0, longest)
+        of_prefill = method.cache.prefill_capacities(0, longest) or capacities
+        assert (kept.sum(axis=-1) <= capacities).all()
+        assert (read.sum(axis=-1) <= of_prefill).all()
+        assert max(capacities) <= config.num_ranked_blocks(longest) * 8
+
+
+def test_the_reserve_follows_the_last_queries():
+    # One token of block 1 is looked at by an earlier query alone: it and its followers stay, the budgets know nothing.
+    config = TCAConfig(block_size=8, window=8, num_candidates=2, sigma=0.05, reserve=4, observation=3, spread=4)
+    q, k = np.zeros((1, 64, 1, 4), np.float32), np.zeros((1, 64, 1, 4), np.float32)
+    k[0, 14, 0], q[0, 61, 0] = 4.0, 4.0
+    lengths, row = np.array([64], np.int32), np.zeros(1, np.int32)
+    observed = np.asarray(tca_jax.select(q[:, 61:], k, row, lengths, config))[0, 0]
+    alone = np.asarray(tca_jax.select(q[:, 63], k, row, lengths, config))[0, 0]
+    assert observed[14:18].all()
+    assert observed.sum() == 7 + 2  # one of each block, and what the reserve adds in blocks 1 and 2: 2 tokens each
+    assert alone[:4].all()  # one query that looks nowhere: ties go to the lowest positions
+    assert alone.sum() == 6 + 4
+
+
+@pytest.mark.parametrize(
+    ("reserve", "prefill", "passes", "observed", "pools"),
+    [
+        (0, [3, 3], 1, 0, 1),  # as it was before there was a reserve
+        (4, [3, 3], 1, 1, 1),
+        (4, [3, 1], 1, 1, 2),
+    ],
+)
+def test_layers_score_prompts_once(reserve, prefill, passes, observed, pools):
+    config = dataclasses.replace(CONFIG, reserve=reserve)
+    method = methods.configured(config, [[3, 3]], prefill_candidates=[prefill])
+    q, k, v = map(jnp.asarray, qkv(6, 1, 64, 4, 2, 8))
+    layout = CacheLayout.plan(method.cache, 1, 2, 1, 64, 8)
+
+    def run(q, k, v, lengths):
+        return read_layer(method, layout, lengths, (q, k, v), "xla")
+
+    program = str(jax.make_jaxpr(run)(q, k, v, jnp.array([64])))
+    calls = collections.Counter(re.findall(r"name=(\w+)", program))
+    names = ("token_scores", "observation_scores", "select_tokens")
+    assert [calls[name] for name in names] == [passes, observed, pools]
+
+
+def test_prefill_rows_attend_and_cache_rows_stay():
+    lengths = np.array([96, 70, 19], np.int32)
+    q, k, v = qkv(7, 3, 96, 4, 2, 8)
+    method = methods.configured(CONFIG, [[DENSE, 5]], prefill_candidates=[[1, 5]])
+    layout = CacheLayout.plan(method.cache, 1, 2, 3, 96, 8)
+    read = jax.jit(functools.partial(read_layer, method, layout), static_argnames="last_query")
+    (out, pairs), cache = read(lengths, (q, k, v))
+    expected = tca_jax.attend(q, k, v, jnp.array([1, 5]), jnp.asarray(lengths), CONFIG)
+    np.testing.assert_array_equal(out, expected)
+    queries = observed_queries(q, lengths, CONFIG.num_queries)
+    kept = np.asarray(tca_jax.select(queries, k, jnp.array([DENSE, 5]), jnp.asarray(lengths), CONFIG))
+    for row, head in np.ndindex(3, 2):
+        np.testing.assert_array_equal(kept_tokens(cache, row, head)[0], k[row, kept[row, head], head])
+    given = queries, k, v
+    tail, _ = read(lengths, given, last_query=True)
+    np.testing.assert_array_equal(tail.pairs, pairs)
+    last = np.asarray(expected)[np.arange(3), lengths - 1]
+    np.testing.assert_allclose(tail.out[:, -1], last, atol=1e-5)
+    dense = np.asarray(tca_jax.attend(q, k, v, jnp.array([DENSE, 5]), jnp.asarray(lengths), CONFIG))
+    assert np.abs(dense[0, 95, :2] - last[0, :2]).max() > 1e-2  # the cache row would have answered otherwise
+
+
+def test_rows_that_are_equal_are_one_row():
+    one = methods.configured(CONFIG, [[1, 2]])
+    assert methods.configured(CONFIG, [[1, 2]], prefill_candidates=np.array([[1, 2]])) == one
+    assert one.cache.prefill_capacities(0, 100) is None
+    two = methods.configured(CONFIG, [[1, 2], [3, 4]], prefill_candidates=[[1, 2], [3, 3]]).cache
+    assert two.prefill_capacities(0, 100) is None
+    assert two.prefill_rows(0, 2) is None
+    assert two.prefill_capacities(1, 100) is not None
+    np.testing.assert_array_equal(two.prefill_rows(1, 2), [3, 3])
+    np.testing.assert_array_equal(two.rows(1, 2), [3, 4])

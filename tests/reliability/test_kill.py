@@ -109,10 +109,7 @@ def test_a_failed_save_changes_nothing(where, number, kind, contexts, tmp_path, 
     assert same(loaded, old) if kind == "context" else loaded == old
     new.save(tmp_path / "f")
     assert [path.name for path in (tmp_path / "f").iterdir()] == [f"{kind}_1"]
-
-
-def test_a_file_is_not_overwritten_by_a_save(contexts, tmp_path):
-    (tmp_path / "c").write_text("mine")
-    with pytest.raises(OSError, match=rf"cannot save a context: .*'{tmp_path}/c'"):
-        contexts[0].save(tmp_path / "c")
-    assert (tmp_path / "c").read_text() == "mine"
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(OSError, match=rf"cannot save a {kind}: .*'{tmp_path}/mine'"):
+        new.save(tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "mine"

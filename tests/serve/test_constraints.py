@@ -1,7 +1,6 @@
 """Masks of the next token: answers are drawn from what is left of the model's distribution."""
 
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -144,12 +143,6 @@ def test_failing_masks_fail_their_answer_alone(lm, engine, mask, error, message)
     with pytest.raises(TypeError, match="mask"):
         engine.ask(None, [1], mask={})
     assert engine.idle(60)
-
-
-def test_missing_llguidance_is_named(lm, monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    with pytest.raises(UserError, match=r"llguidance: pip install llguidance"):
-        Grammars(lm)
 
 
 # Grammars, by the shipped model

@@ -1,14 +1,16 @@
-"""An engine's answers are those of `generate`, whatever else is in the batch and wherever documents have been."""
+"""An engine's answers are those of generate, whatever is in the batch and while documents are read in parts."""
 
 import asyncio
 import dataclasses
 import functools
+import itertools
 import threading
 
 import jax
 import numpy as np
 import pytest
 from cuda_lowering import lowered_for_cuda
+from serving import Watched
 from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
@@ -93,38 +95,6 @@ def test_next_step_is_dispatched_early(engine, monkeypatch, logprobs, most):
     out = engine.ask(None, question(1), max_new_tokens=8, logprobs=logprobs, **NEVER).result(60)
     assert len(out.tokens) == 8
     assert (max(pending), pending[-1]) == (most, 0)
-
-
-def test_kept_answers_and_appended_texts_are_documents(lm, contexts, engine):
-    id_ = engine.read(DOCUMENTS[1])
-    kept = engine.ask(id_, question(1), max_new_tokens=ROOM, keep=True, **NEVER).result(60)
-    more = random_prompt(7, 30)
-    for document, tokens in ((kept.document, question(1) + kept.tokens[:-1]), (engine.append(id_, more), more)):
-        context = tca_jax.prefill(lm, [tokens], context=contexts[1])
-        assert ask(engine, document, 2).result(60).tokens == expected(lm, context, 2)
-        assert engine.document(document).tokens == len(DOCUMENTS[1]) + len(tokens)
-    assert ask(engine, id_, 2).result(60).tokens == expected(lm, contexts[1], 2)  # its shared pages are unchanged
-
-
-def test_documents_move_between_device_host_and_disk(lm, contexts, tmp_path):
-    pages = lm.cache_layout(1, 112).num_pages + 1
-    for host_memory in (2**30, 0):
-        sizes = {"max_rows": 1, "pages": pages, "answer_tokens": 64}
-        with Engine(lm, host_memory=host_memory, disk=tmp_path / str(host_memory), **sizes) as engine:
-            ids = [engine.read(document) for document in DOCUMENTS]
-            for id_ in ids:
-                engine.wait(id_, 60, stored=True)
-            assert [each.state for each in engine.documents()].count("device") < 3
-            for number in (0, 1, 2, 0):
-                assert ask(engine, ids[number], number).result(60).tokens == expected(lm, contexts[number], number)
-    with Engine(lm, disk=tmp_path / "0", **sizes) as engine:
-        assert {each.id: (each.state, each.stored) for each in engine.documents()} == dict.fromkeys(ids, ("disk", True))
-        assert ask(engine, ids[2], 2).result(60).tokens == expected(lm, contexts[2], 2)
-        engine.forget(ids[2])
-        with pytest.raises(UserError, match="unknown document"):
-            engine.ask(ids[2], [1])
-    with Engine(lm, disk=tmp_path / "0", **sizes) as engine:
-        assert {each.id for each in engine.documents()} == {*ids[:2]}
 
 
 def test_threads_and_tasks_ask_and_cancel(lm, contexts, engine):
@@ -235,3 +205,109 @@ def test_gpu_steps_need_no_host(method, drawn, monkeypatch):
         text = lowered_for_cuda(step, lm.for_programs(), *arguments)
         assert "__gpu$xla.gpu.triton" in text
         assert not any(each in text for each in ("stablehlo.while", "stablehlo.case", "stablehlo.if"))
+
+
+LAYERS, PAGES = 3, 400
+DOCUMENT = random_prompt(0, 101)
+PARTS = ("read_first", "read_more", "read_last")
+ANSWER = {"max_new_tokens": 20, "stop_token_ids": ()}
+LONG = {"max_new_tokens": 2000, "stop_token_ids": ()}
+
+
+@pytest.fixture(scope="module")
+def layered():
+    return with_candidates(tiny_lm(config=dataclasses.replace(CONFIG, num_layers=LAYERS)), [[0, 5], [9, 13], [14, 2]])
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Documents are read a layer at a time."""
+    monkeypatch.setattr("tca_jax.serve.scheduler._PART_TOKENS", 1)
+    return Parts(monkeypatch)
+
+
+class Parts:
+    """Programs of parts: callbacks before they compile and run, and the names of those that have run."""
+
+    def __init__(self, monkeypatch):
+        self.compiling = self.running = lambda name: None
+        self.begun = []
+        for name in (*PARTS, "read"):
+            compiling, running = (functools.partial(hook, name) for hook in (self._compile, self._run))
+            monkeypatch.setattr(programs, name, Watched(getattr(programs, name), compiling, running))
+
+    def _compile(self, name):
+        self.compiling(name)
+
+    def _run(self, name, *args):
+        self.begun.append(name)
+        self.running(name)
+
+
+def engine_of(layered):
+    return Engine(layered, max_rows=2, pages=PAGES, answer_tokens=1100)
+
+
+def wait(engine, holds):
+    """Waits for something that the engine's thread brings about."""
+    assert engine._loop.wait_until(lambda: bool(holds()), 120)
+
+
+def free_pages(engine):
+    return engine._documents.free.free
+
+
+def test_answers_take_steps_between_parts(layered, parts):
+    counts = []
+    with engine_of(layered) as engine:
+        other = engine.ask(None, [1, 2, 3], **LONG)
+        wait(engine, lambda: other.tokens or other.ended)
+
+        def compiling(name):
+            before = len(other.tokens)
+            wait(engine, lambda: len(other.tokens) > before)
+
+        parts.compiling, parts.running = compiling, lambda name: counts.append(len(other.tokens))
+        parts.begun.clear()
+        id_ = engine.read(DOCUMENT)
+        out = engine.ask(id_, [7, 8], **ANSWER).result(120)
+        assert not other.ended
+        other.cancel()
+    assert tuple(parts.begun) == PARTS
+    assert all(earlier < later for earlier, later in itertools.pairwise(counts))
+    context = tca_jax.prefill(layered, DOCUMENT)
+    assert out.tokens == tca_jax.generate(layered, [[7, 8]], context=context, **ANSWER).tokens[0]
+
+
+def test_cancelled_prompts_are_read_no_further(layered, parts):
+    go_on = threading.Event()
+    parts.compiling = lambda name: name == "read_more" and go_on.wait(120)
+    with engine_of(layered) as engine:
+        stream = engine.ask(None, DOCUMENT, **ANSWER)
+        wait(engine, lambda: parts.begun)
+        assert PAGES - free_pages(engine) == layered.cache_layout(1, 104).num_pages
+        stream.cancel()
+        assert engine.idle(120)  # nobody waits for the compiler
+        go_on.set()
+        assert parts.begun == ["read_first"]
+        assert not engine._documents.all()
+        assert free_pages(engine) == PAGES
+        assert len(engine.ask(None, DOCUMENT, **ANSWER).result(120).tokens) == ANSWER["max_new_tokens"]
+
+
+def test_a_failed_part_fails_its_document(layered, parts):
+    def running(name):
+        if name == "read_more":
+            raise MemoryError("no room for a layer")
+
+    with engine_of(layered) as engine:
+        other = engine.ask(None, [1, 2, 3], **ANSWER)
+        other.result(120)
+        parts.running = running
+        with pytest.raises(MemoryError, match="no room for a layer"):
+            engine.wait(engine.read(DOCUMENT), 120)
+        with pytest.raises(MemoryError, match="no room for a layer"):
+            engine.ask(None, DOCUMENT, **ANSWER).result(120)
+        parts.running = lambda name: None
+        assert engine.wait(engine.read(DOCUMENT), 120).state == "device"
+        assert engine.idle(120)

@@ -9,19 +9,18 @@ import json
 import os
 import shutil
 import threading
-import time
 
 import httpx
 import jax
 import numpy as np
 import pytest
+from serving import Watched
 from tiny import random_prompt, tiny_lm, with_candidates, write_checkpoint
 
 import tca_jax
 from tca_jax.engine.request import AnswerOptions
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
-from tca_jax.programs import Program
 from tca_jax.serve import Engine, documents, programs
 from tca_jax.serve.server import Server, Settings
 from tca_jax.serve.streams import Stream
@@ -85,24 +84,19 @@ def engine_of(lm, pages, **options):
         assert engine.document_pages.free == engine.document_pages.total
 
 
-class FailsOnce(Program):
-    """A program that fails at its first call, and has consumed what was given to it."""
+def fails_once(program, consumed):
+    """The program, which fails at its first call and has consumed what was given to it then."""
 
-    def __init__(self, program, consumed):
-        self.program, self.consumed, self.failed = program, consumed, False
-
-    def prepare(self, *args, **static):
-        run, seconds = self.program.prepare(*args, **static)
-
-        def call(*given):
-            if self.failed:
-                return run(*given)
-            self.failed = True
-            for x in jax.tree.leaves([given[place] for place in self.consumed]):
+    def running(*given):
+        if not watched.failed:
+            watched.failed = True
+            for x in jax.tree.leaves([given[place] for place in consumed]):
                 x.delete()
             raise RuntimeError("out of memory")
 
-        return call, seconds
+    watched = Watched(program, running=running)
+    watched.failed = False
+    return watched
 
 
 def ends(stream):
@@ -131,7 +125,7 @@ def test_failed_programs_fail_their_answers_alone(lm, pages, expected, monkeypat
     with engine_of(lm, 3 * pages) as engine:
         document = engine.read(A)
         engine.wait(document, SECONDS)
-        failing = FailsOnce(getattr(programs, name), consumed)
+        failing = fails_once(getattr(programs, name), consumed)
         monkeypatch.setattr(programs, name, failing)
         for again in (False, True):
             streams = [engine.ask(each, QUESTION, **OPTIONS) for each in (document, document, None)]
@@ -150,73 +144,11 @@ def test_lost_documents_are_read_again_in_parts(lm, pages, expected, monkeypatch
     with engine_of(lm, 3 * pages) as engine:
         longer = engine.append(engine.read(A), MORE)
         engine.wait(longer, SECONDS)
-        monkeypatch.setattr(programs, "place", FailsOnce(programs.place, (1,)))
+        monkeypatch.setattr(programs, "place", fails_once(programs.place, (1,)))
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.wait(engine.read(B), SECONDS)
         assert engine.ask(longer, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A, MORE)
         assert engine.wait(engine.read(B), SECONDS).state == "device"  # what failed may be read again
-
-
-def test_an_engine_without_a_batch_has_failed(lm, pages, monkeypatch):
-    engine = Engine(lm, pages=pages, **SIZES)
-    document = engine.read(A)
-    engine.wait(document, SECONDS)
-    monkeypatch.setattr(engine._scheduler._prefiller, "read_on", lambda before: False)
-    waiting = engine.read(B)
-    monkeypatch.setattr(programs, "admit", FailsOnce(programs.admit, (1,)))
-    monkeypatch.setattr(programs, "empty_batch", FailsOnce(programs.empty_batch, ()))
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        waits = threads.submit(engine.wait, waiting, SECONDS)
-        streams = [engine.ask(waiting, QUESTION, **OPTIONS), engine.ask(document, QUESTION, **OPTIONS)]
-        failed = "the engine has failed: RuntimeError: out of memory"
-        with pytest.raises(UserError, match=failed):
-            waits.result(SECONDS)
-        with pytest.raises(UserError, match=failed):
-            streams[0].result(SECONDS)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        streams[1].result(SECONDS)
-    for call in (
-        lambda: engine.ask(document, QUESTION, **OPTIONS),
-        lambda: engine.read(C),
-        lambda: engine.idle(SECONDS),
-    ):
-        with pytest.raises(UserError, match=failed):
-            call()
-    assert isinstance(engine.failure.__cause__, RuntimeError)
-    streams[0].cancel()
-    engine.close()
-    engine.close()
-
-
-def test_closing_ends_threads_that_ask(lm, pages):
-    engine = Engine(lm, pages=pages, **SIZES)
-    document = engine.read(A)
-    engine.wait(document, SECONDS)
-    asked = threading.Semaphore(0)
-
-    def ask():
-        while True:
-            try:
-                stream = engine.ask(document, QUESTION, **OPTIONS)
-            except UserError as error:
-                return str(error)
-            asked.release()
-            assert stream.result(SECONDS).finish_reason in ("length", "cancelled")
-
-    with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        asking = [threads.submit(ask) for _ in range(4)]
-        for _ in range(6):
-            assert asked.acquire(timeout=SECONDS)
-        engine.close()
-        assert {each.result(SECONDS) for each in asking} == {"the engine is closed"}
-
-
-def until(holds):
-    """Waits for what another thread brings about, and no call tells of."""
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # Values that are not finite
@@ -254,51 +186,38 @@ def test_infinite_logits_fail_their_request_alone(lm, pages, expected):
 # Disk and host memory
 
 
-def cut(folder):
-    """Every array of a stored context loses its end."""
-    files = [file for file in (folder / "context").rglob("*") if file.is_file() and file.stat().st_size > 100]
-    for file in files:
-        os.truncate(file, file.stat().st_size // 2)
-
-
 def test_damaged_documents_fail_until_uploaded_again(lm, pages, expected, tmp_path, caplog):
-    with Engine(lm, pages=3 * pages, disk=tmp_path, **SIZES) as engine:
-        ids = [engine.read(each) for each in (A, B, C)]
+    texts, sizes = (A, B, C), {"pages": 3 * pages, "disk": tmp_path, **SIZES}
+    with Engine(lm, **sizes) as engine:
+        ids = [engine.read(each) for each in texts]
         for each in ids:
             engine.wait(each, SECONDS, stored=True)
-    with Engine(lm, pages=3 * pages, disk=tmp_path, **SIZES) as engine:
-        cut(tmp_path / ids[0])
+    fields = json.loads((tmp_path / ids[2] / "document.json").read_text())
+    bad = ["", "{", "[" * 100_000, "{}", json.dumps({**fields, "tokens": ["a"]}), json.dumps({**fields, "parts": [1]})]
+    for number, text in enumerate(bad):
+        (tmp_path / f"doc-{number}").mkdir()
+        (tmp_path / f"doc-{number}" / "document.json").write_text(text)
+    shutil.copytree(tmp_path / ids[2], tmp_path / "doc-6")  # under another name
+    (tmp_path / ".tmp-left" / "document").mkdir(parents=True)
+    with Engine(lm, **sizes) as engine:
+        assert {each.id: each.stored for each in engine.documents()} == dict.fromkeys(ids, True)
+        assert not (tmp_path / ".tmp-left").exists()
+        assert len(caplog.records) == len(bad)
+        for file in (tmp_path / ids[0] / "context").rglob("*"):
+            if file.is_file() and file.stat().st_size > 100:
+                os.truncate(file, file.stat().st_size // 2)
         shutil.rmtree(tmp_path / ids[1])
-        for id_, tokens in zip(ids[:2], (A, B), strict=True):
+        for id_, tokens in zip(ids[:2], texts, strict=False):
             caplog.clear()
             with pytest.raises(UserError, match="damaged on disk; upload it again"):
                 engine.ask(id_, QUESTION, **OPTIONS).result(SECONDS)
             assert [each.getMessage().split(":")[0] for each in caplog.records] == [f"ignoring damaged document {id_}"]
             assert not engine.document(id_).stored
             assert engine.read(tokens) == id_
-            assert engine.ask(id_, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(tokens)
             assert engine.wait(id_, SECONDS, stored=True).stored
-    with Engine(lm, pages=3 * pages, disk=tmp_path, **SIZES) as engine:
-        for id_, tokens in zip(ids, (A, B, C), strict=True):
+    with Engine(lm, **sizes) as engine:
+        for id_, tokens in zip(ids, texts, strict=True):
             assert engine.ask(id_, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(tokens)
-
-
-def test_unreadable_entries_are_skipped_and_leftovers_removed(lm, pages, tmp_path, caplog):
-    with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
-        document = engine.read(A)
-        engine.wait(document, SECONDS, stored=True)
-    fields = json.loads((tmp_path / document / "document.json").read_text())
-    bad = ["", "{", "[" * 100_000, "{}", json.dumps({**fields, "tokens": ["a"]}), json.dumps({**fields, "parts": [1]})]
-    for number, text in enumerate(bad):
-        (tmp_path / f"doc-{number}").mkdir()
-        (tmp_path / f"doc-{number}" / "document.json").write_text(text)
-    (tmp_path / "doc-6").mkdir()
-    shutil.copy(tmp_path / document / "document.json", tmp_path / "doc-6")  # under another name
-    (tmp_path / ".tmp-left" / "document").mkdir(parents=True)
-    with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
-        assert [(each.id, each.stored) for each in engine.documents()] == [(document, True)]
-        assert not (tmp_path / ".tmp-left").exists()
-    assert len(caplog.records) == len(bad)
 
 
 def full(*args, **kwargs):
@@ -306,19 +225,25 @@ def full(*args, **kwargs):
 
 
 def test_full_disks_leave_documents_where_they_are(lm, pages, expected, tmp_path, monkeypatch):
-    with engine_of(lm, 3 * pages, disk=tmp_path / "bounded", disk_bytes=1) as engine:
-        document = engine.read(A)
-        with pytest.raises(OSError, match="does not fit"):
-            engine.wait(document, SECONDS, stored=True)
-    monkeypatch.setattr(tca_jax.Context, "save", full)
+    bounded = engine_of(lm, 3 * pages, disk=tmp_path / "bounded", disk_bytes=1)
+    with bounded as engine, pytest.raises(OSError, match="does not fit"):
+        engine.wait(engine.read(A), SECONDS, stored=True)
     with engine_of(lm, 3 * pages, disk=tmp_path / "full", host_memory=0) as engine:
-        document = engine.read(A)
-        with pytest.raises(OSError, match="No space left"):
-            engine.wait(document, SECONDS, stored=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(tca_jax.Context, "save", full)
+            document = engine.read(A)
+            with pytest.raises(OSError, match="No space left"):
+                engine.wait(document, SECONDS, stored=True)
         info = engine.document(document)
         assert (info.state, info.stored, "No space left" in info.error) == ("device", False, True)
         assert engine.ask(document, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A)
-        monkeypatch.undo()
+        other = engine.read(B)
+        assert engine.wait(other, SECONDS, stored=True).stored
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", full)
+            with pytest.raises(OSError, match="No space left"):
+                engine.forget(other)
+        assert engine.document(other).stored
     assert not list((tmp_path / "full").iterdir())
 
 
@@ -351,41 +276,13 @@ def test_stored_documents_are_on_disk(lm, pages, tmp_path, monkeypatch):
         assert [(each.id, each.stored) for each in engine.documents()] == [(again, True)]
 
 
-def test_documents_that_cannot_be_removed_stay(lm, pages, tmp_path, monkeypatch):
-    with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
-        document = engine.read(A)
-        engine.wait(document, SECONDS, stored=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", full)
-            with pytest.raises(OSError, match="No space left"):
-                engine.forget(document)
-        assert engine.document(document).stored
-        engine.forget(document)
-        with pytest.raises(UserError, match="unknown document"):
-            engine.forget(document)
-
-
-def test_loaded_documents_keep_to_host_memory(lm, pages, expected, tmp_path):
-    with engine_of(lm, pages, disk=tmp_path, host_memory=0) as engine:
-        read = [engine.read(each) for each in (A, B, C)]
-        for document in read:
-            engine.wait(document, SECONDS, stored=True)
-        streams = [engine.ask(each, QUESTION, **OPTIONS) for each in (*read, *read)]
-        assert [stream.result(SECONDS).tokens for stream in streams] == [expected(A), expected(B), expected(C)] * 2
-        engine.ask(read[0], QUESTION, **OPTIONS).cancel()
-        engine.ask(read[1], QUESTION, **OPTIONS).result(SECONDS)
-        assert engine.idle(SECONDS)
-        assert not any(each.chunks for each in engine._documents.all())
-        assert engine._storage._loading is None
-
-
 def test_failed_moves_fail_their_request_alone(lm, pages, expected, tmp_path, monkeypatch):
     for shelf in (None, tmp_path):
         with engine_of(lm, pages, disk=shelf) as engine:
             document = engine.read(A)
             engine.wait(document, SECONDS, stored=True)
             for where, name, failing in (
-                (programs, "place", FailsOnce(programs.place, ())),
+                (programs, "place", fails_once(programs.place, ())),
                 (documents, "_to_device", full),
             ):
                 engine._loop.call(lambda engine=engine: engine._documents.make_room(engine.document_pages.total))
@@ -401,40 +298,6 @@ def test_failed_moves_fail_their_request_alone(lm, pages, expected, tmp_path, mo
 # Order
 
 
-@pytest.mark.slow
-def test_large_requests_are_not_overtaken(lm, pages, monkeypatch):
-    with engine_of(lm, 3 * pages, max_rows=3) as engine:
-        steps, goes_on, begun = engine._scheduler._step, threading.Event(), threading.Event()
-
-        def slow(is_called):
-            begun.set()
-            assert goes_on.wait(SECONDS)
-            steps(is_called)
-
-        document = engine.read(A)
-        engine.wait(document, SECONDS)
-        monkeypatch.setattr(engine._scheduler, "_step", slow)
-        streams = {"first": engine.ask(document, QUESTION, max_new_tokens=60, stop_token_ids=())}
-        assert begun.wait(SECONDS)
-        total = engine.answer_pages.total
-        large = next(
-            n for n in range(64, 4096, 16) if engine._scheduler._batch.own_layout(45, n + 3).num_pages > 0.9 * total
-        )
-        assert engine._scheduler._batch.own_layout(45, large + 3).num_pages > engine.answer_pages.free
-        with concurrent.futures.ThreadPoolExecutor() as threads:
-            asking = {}
-            for name, most in (("large", large), ("small", 4)):
-                asking[name] = threads.submit(
-                    engine.ask, document, QUESTION, max_new_tokens=most, stop_token_ids=range(1, 90)
-                )
-                until(lambda: len(engine._loop._calls) == len(asking))
-            goes_on.set()
-            streams |= {name: each.result(SECONDS) for name, each in asking.items()}
-        for stream in streams.values():
-            stream.result(SECONDS)
-        assert streams["large"].first_token_at <= streams["small"].first_token_at
-
-
 def test_appended_documents_beyond_the_pool_are_refused(lm):
     with engine_of(lm, lm.cache_layout(1, 16).num_pages, answer_tokens=256) as engine:
         longer = engine.append(engine.read(prompt_of(3, 12)), prompt_of(4, 200))
@@ -442,12 +305,15 @@ def test_appended_documents_beyond_the_pool_are_refused(lm):
             engine.wait(longer, SECONDS)
 
 
-# The server
+# The engine itself
 
 
-def test_a_server_reports_its_failed_engine(speaking, monkeypatch):
+def test_a_failed_engine_says_so(speaking, monkeypatch):
     engine = Engine(speaking, pages=100, **SIZES)
     server = Server(engine, Settings("tiny"))
+    monkeypatch.setattr(engine._scheduler._prefiller, "read_on", lambda before: False)
+    waiting = engine.read("a document")
+    stream, failed = engine.ask(waiting, QUESTION, **OPTIONS), "the engine has failed: MemoryError: none is left"
 
     def once(is_called):
         raise MemoryError("none is left")
@@ -456,15 +322,28 @@ def test_a_server_reports_its_failed_engine(speaking, monkeypatch):
         transport = httpx.ASGITransport(app=server.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             before = await http.get("/health")
-            monkeypatch.setattr(engine._scheduler, "once", once)
-            engine._loop.call(lambda: None)
-            with pytest.raises(UserError, match="the engine has failed: MemoryError: none is left"):
-                engine.idle(SECONDS)
+            with concurrent.futures.ThreadPoolExecutor() as threads:
+                waits = threads.submit(engine.wait, waiting, SECONDS)
+                monkeypatch.setattr(engine._scheduler, "once", once)
+                engine._loop.call(lambda: None)
+                with pytest.raises(UserError, match=failed):
+                    waits.result(SECONDS)
             answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
             return before, *[await http.get(path) for path in ("/health", "/metrics")], answer
 
     before, health, metrics, answer = asyncio.run(ask())
+    for call in (
+        lambda: stream.result(SECONDS),
+        lambda: engine.ask(waiting, QUESTION, **OPTIONS),
+        lambda: engine.read("another"),
+        lambda: engine.idle(SECONDS),
+    ):
+        with pytest.raises(UserError, match=failed):
+            call()
+    assert isinstance(engine.failure.__cause__, MemoryError)
+    stream.cancel()
     server.close()
+    engine.close()
     engine.close()
     assert (before.status_code, health.status_code, answer.status_code) == (200, 503, 503)
     assert health.json()["error"] == answer.json()["error"]["message"]

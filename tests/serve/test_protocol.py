@@ -1,5 +1,6 @@
 """Requests and answers of the OpenAI protocol; no model is run."""
 
+import functools
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import tca_jax
 from tca_jax.errors import UserError
 from tca_jax.serve.protocol import (
     Chat,
+    DocumentRequest,
     RequestError,
     Text,
     chat_request,
@@ -26,7 +28,13 @@ def json_schema(**fields):
     return {"type": "json_schema", "json_schema": {"name": "a-name", "schema": {}, **fields}}
 
 
+def upload(fields):
+    return document_request("application/json; charset=utf-8", json.dumps(fields).encode())
+
+
 def test_defaults_of_the_protocol():
+    assert document_request("text/plain", b"a").text == "a"
+    assert upload({"text": "a", "system": "b"}) == DocumentRequest("a", "b", None)
     wanted = chat_request({"messages": HELLO, "stop": None, "n": None, "tools": None, "user": "me"}, 512)
     assert (wanted.answering.n, wanted.answering.max_tokens, wanted.answering.default_tokens) == (1, None, 512)
     assert (wanted.answering.options["temperature"], wanted.answering.options["stop"]) == (1.0, ())
@@ -50,93 +58,82 @@ def test_fields_of_openai_clients_are_read():
     wanted = chat_request({"messages": messages, "logprobs": True, "top_logprobs": 3, **given}, 1)
     assert [each["role"] for each in wanted.messages] == ["system", "user", "assistant", "user"]
     assert wanted.messages[2:] == [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "a\n\nb"}]
-    assert (wanted.answering.max_tokens, wanted.answering.logprobs) == (7, 3)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"messages": []}, "messages: must be a list of messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, r'messages\[0\].role = "tool": must be one of'),
-        ({"messages": [{"role": [], "content": "x"}]}, r"messages\[0\].role = \[\]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, 'has "tool_calls"'),
-        ({"top_logprobs": 2}, "needs logprobs = true"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
-        ({"max_tokens": True}, "max_tokens = true: must be an integer from 1"),
-        ({"stream": 1}, "stream = 1: must be true or false"),
-        ({"stream_options": {"include_usage": True}}, "needs stream = true"),
-        ({"stop": [""]}, "stop = "),
-        ({"stop": ["x"] * 65}, "at most 64 strings"),
-        ({"temperature": -1}, "temperature = -1: must be a number of at least 0"),
-        ({"n": 65}, "n = 65: must be an integer from 1 to 64"),
-        ({"tools": [{"type": "function"}]}, "tools are not supported"),
-        ({"presence_penalty": 0.5}, "must be 0"),
-        ({"seed": -1}, "seed = -1: must be an integer from 0 to 4294967295"),
-        ({"temperature": float("1e400")}, "temperature = Infinity"),
-        ({"logit_bias": {"5": 1}}, "must be empty"),
-        ({"document": ["x"]}, "must be a string"),
-        ({"response_format": "json"}, 'response_format = "json": must be'),
-        ({"response_format": {"type": "text", "schema": {}}}, "response_format = .*: must be"),
-        ({"response_format": {"type": "json_schema"}}, "response_format = .*: must be"),
-        ({"response_format": json_schema(strict=1)}, r"response_format.json_schema.strict = 1: must be true or false"),
-        ({"response_format": json_schema(name="a b")}, r'json_schema.name = "a b": must be 1 to 64 letters'),
-        ({"response_format": json_schema(schema=None)}, "json_schema.schema = null: must be an object"),
-        ({"response_format": json_schema(file="x")}, "json_schema: must be an object with name, schema"),
-        ({"x" * 10_000: 1}, "is no field of this request"),
-    ],
-)
-def test_refused_fields_of_chats_are_named(fields, message):
-    with pytest.raises(RequestError, match=message) as raised:
-        chat_request({"messages": HELLO, **fields}, 1)
-    assert len(str(raised.value)) < 1000
-    assert raised.value.body()["error"]["param"] is not None
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt": ""}, None),
-        ({"prompt": []}, "prompt: must be text"),
-        ({"prompt": [[1], []]}, "none may be empty"),
-        ({"prompt": [True]}, "prompt: must be text"),
-        ({"max_tokens": 0}, "max_tokens = 0: must be an integer from 1"),
-        ({"suffix": "x"}, "suffix"),
-        ({"best_of": 2}, "must be n = 1"),
-        ({"echo": True}, "echo = true: must be false"),
-    ],
-)
-def test_refused_fields_of_completions_are_named(fields, message):
-    if message is None:
-        assert completion_request({"prompt": "x", **fields}).prompts == [""]  # the library says that it is empty
-        return
-    with pytest.raises(RequestError, match=message):
-        completion_request({"prompt": "x", **fields})
-
-
-def test_response_formats_are_schemas():
+    assert (wanted.answering.max_tokens, wanted.answering.logprobs, wanted.schema) == (7, 3, None)
     for form, schema in (
-        (None, None),
-        ({"type": "text"}, None),
         ({"type": "json_object"}, {"type": "object"}),
         (json_schema(schema={"enum": [1]}, strict=True, description="One."), {"enum": [1]}),
     ):
         assert chat_request({"messages": HELLO, "response_format": form}, 1).schema == schema
 
 
-def test_uploads_are_text_or_json():
-    def read(**fields):
-        return document_request("application/json; charset=utf-8", json.dumps(fields).encode())
+CHAT = functools.partial(chat_request, default_tokens=1)
+REFUSED = [
+    *(
+        (CHAT, {"messages": HELLO, **fields}, message)
+        for fields, message in (
+            ({"messages": []}, "messages = .*: must be a list of messages"),
+            ({"messages": [{"role": "tool", "content": "x"}]}, r'messages\[0\].role = "tool": must be one of'),
+            ({"messages": [{"role": [], "content": "x"}]}, r"messages\[0\].role = \[\]"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+            ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, 'has "tool_calls"'),
+            ({"top_logprobs": 2}, "needs logprobs = true"),
+            ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
+            ({"max_tokens": True}, "max_tokens = true: must be an integer from 1"),
+            ({"stream": 1}, "stream = 1: must be true or false"),
+            ({"stream_options": {"include_usage": True}}, "needs stream = true"),
+            ({"stop": [""]}, "stop = "),
+            ({"stop": ["x"] * 65}, "at most 64 strings"),
+            ({"temperature": -1}, "temperature = -1: must be a number of at least 0"),
+            ({"temperature": float("1e400")}, "temperature = Infinity"),
+            ({"n": 65}, "n = 65: must be an integer from 1 to 64"),
+            ({"tools": [{"type": "function"}]}, "tools are not supported"),
+            ({"presence_penalty": 0.5}, "must be 0"),
+            ({"seed": -1}, "seed = -1: must be an integer from 0 to 4294967295"),
+            ({"logit_bias": {"5": 1}}, "must be empty"),
+            ({"document": ["x"]}, "must be a string"),
+            ({"response_format": "json"}, 'response_format = "json": must be'),
+            ({"response_format": {"type": "text", "schema": {}}}, "response_format = .*: must be"),
+            ({"response_format": {"type": "json_schema"}}, "response_format = .*: must be"),
+            (
+                {"response_format": json_schema(strict=1)},
+                "response_format.json_schema.strict = 1: must be true or false",
+            ),
+            ({"response_format": json_schema(name="a b")}, 'json_schema.name = "a b": must be 1 to 64 letters'),
+            ({"response_format": json_schema(schema=None)}, "json_schema.schema = null: must be an object"),
+            ({"response_format": json_schema(file="x")}, "json_schema = .*: must be an object with name, schema"),
+            ({"x" * 10_000: 1}, "is no field of this request"),
+        )
+    ),
+    *(
+        (completion_request, {"prompt": "x", **fields}, message)
+        for fields, message in (
+            ({"prompt": []}, "prompt = .*: must be text"),
+            ({"prompt": [[1], []]}, "none may be empty"),
+            ({"prompt": [True]}, "prompt = .*: must be text"),
+            ({"max_tokens": 0}, "max_tokens = 0: must be an integer from 1"),
+            ({"suffix": "x"}, "suffix"),
+            ({"best_of": 2}, "must be n = 1"),
+            ({"echo": True}, "echo = true: must be false"),
+        )
+    ),
+    *(
+        (upload, fields, message)
+        for fields, message in (
+            ({}, "text: must be given"),
+            ({"text": "a", "file": "/etc/passwd"}, '"file" is no field'),
+            ({"text": 1}, "text = 1: must be a string"),
+            ({"text": "a", "system": "b", "chat": False}, "leave out chat = false"),
+        )
+    ),
+]
 
-    assert document_request("text/plain", b"a").text == "a"
-    assert read(text="a", chat=False).chat is False
-    assert read(text="a", system="b").system == "b"
-    for fields, param in (({}, "text"), ({"text": "a", "file": "/etc/passwd"}, "file"), ({"text": 1}, "text")):
-        with pytest.raises(RequestError) as raised:
-            read(**fields)
-        assert raised.value.param == param
-    with pytest.raises(RequestError, match="leave out chat = false"):
-        read(text="a", system="b", chat=False)
+
+@pytest.mark.parametrize(("read", "fields", "message"), REFUSED)
+def test_refused_fields_are_named(read, fields, message):
+    with pytest.raises(RequestError, match=message) as raised:
+        read(fields)
+    assert len(str(raised.value)) < 1000
+    assert raised.value.body()["error"]["param"] is not None
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"NaN", b"[" * 100_000, b"\xff", b'{"n": 1' + b"0" * 5000 + b"}"])

@@ -98,7 +98,7 @@ def test_options_that_are_not_allowed_are_named(options, message):
         app(options)
 
 
-def test_ray_replaces_an_engine_that_has_failed():
+def test_ray_replaces_a_failed_engine():
     from tca_jax.serve.ray import Replica
 
     Replica.check_health(SimpleNamespace(_engine=SimpleNamespace(failure=None)))

@@ -36,7 +36,7 @@ REFUSED = [
     ("full+full+full", {}, "at most two methods can be joined"),
     ("streaming", {"sink": 3}, r"options of method 'streaming': .*'sink'; it takes \(sinks: "),
     ("tca", {}, "options of method 'tca': missing a required argument: 'candidates'"),
-    ("full+streaming", {"sinks": 3}, "has no part 'sinks'"),
+    ("full+streaming", {"sinks": 3}, "has no part \\['sinks'\\]"),
     ("full+streaming", {"streaming": 3}, "streaming = 3: options of a part"),
     ("uniform", {"candidate": 15}, r"candidates = 15: must lie in \[0, 14\]"),
     ("tca", {"candidates": [[0, 15]]}, r"candidates\[0\]\[1\] = 15: must lie in \[0, 14\]"),
