@@ -77,7 +77,7 @@ def read_by(lm: LM, full: FullRead) -> MaskedRead:
     if not isinstance(method.prefill, FullPrefill):
         layers = list(_read(lm, TextPass(lm, full.ids)))
     if method.cache.reader is None:
-        masks = [_mask(*layer[:3], lengths, method=method, layer=number) for number, layer in enumerate(layers)]
+        masks = [_mask(method, number, *layer[:3], lengths) for number, layer in enumerate(layers)]
     else:
         policy: Any = method.cache  # a KVzipCache
         if policy.repetition not in full.repetitions:
@@ -152,11 +152,11 @@ def _select(method: Method, layer: int, q: Array, k: Array, v: Array, lengths: A
     return method.cache.select(layer, Heads.all(k.shape[2]), queries, k, v, lengths, "auto")
 
 
-@functools.partial(jax.jit, static_argnames=("method", "layer"))
-def _mask(
-    q: Array, k: Array, v: Array, lengths: Int[Array, " 1"], *, method: Method, layer: int
-) -> Bool[Array, "1 Hkv L"]:
-    """The tokens that a method keeps in a layer; all without ranked blocks."""
+def _mask(method: Method, layer: int, q: Array, k: Array, v: Array, lengths: Array) -> Bool[Array, "1 Hkv L"]:
+    """The tokens that a method keeps in a layer; all without ranked blocks.
+
+    Runs operation by operation, which layers share: a program would be compiled for each layer.
+    """
     if not method.cache.num_ranked_blocks(k.shape[1]):
         return jnp.ones((k.shape[0], k.shape[2], k.shape[1]), bool)
     return kept_mask(method.cache, _select(method, layer, q, k, v, lengths), lengths)

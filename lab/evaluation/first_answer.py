@@ -77,19 +77,19 @@ def answer(
 ) -> None:
     """Times first answers of full attention and of the profiles, each in a process of its own."""
     profiles = list(sticks.parse_profiles(profile).items()) if "tca" in methods.split(",") else []
+    following = {name: folder for (name, _), (_, folder) in zip(profiles, profiles[1:] + profiles[:1], strict=True)}
+    named = [*([("full", None)] if "full" in methods.split(",") else []), *profiles]
     tokens = [int(length) for length in lengths.split(",")]
-    runs: list[tuple[str, Path | None, Path | None, int, int]] = []
-    for i, length in enumerate(tokens):
-        following = tokens[(i + 1) % len(tokens)] if len(tokens) > 1 else length // 2
-        if "full" in methods.split(","):
-            runs.append(("full", None, None, length, following))
-        for j, (name, folder) in enumerate(profiles):
-            other = profiles[(j + 1) % len(profiles)][1] if len(profiles) > 1 else None
-            runs.append((name, folder, other, length, following))
+    runs = [
+        (name, folder, length, second if len(tokens) > 1 else length // 2)
+        for length, second in zip(tokens, tokens[1:] + tokens[:1], strict=True)
+        for name, folder in named
+    ]
 
-    def run(name: str, folder: Path | None, other: Path | None, length: int, following: int) -> None:
+    def run(name: str, folder: Path | None, length: int, second: int) -> None:
+        other = following[name] if folder and len(profiles) > 1 else None
         with tempfile.TemporaryDirectory() as cache:
-            arguments = [str(x) if x is not None else "" for x in (model, folder, other, length, following, texts)]
+            arguments = [str(x) if x is not None else "" for x in (model, folder, other, length, second, texts)]
             environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             command = [sys.executable, "-m", "tca_jax.lab.evaluation.first_answer", "one", *arguments]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -97,7 +97,7 @@ def answer(
             print(f"{name} at {length} failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
             return
         common = {"stick": STICK, "tokens": length, "method": name, "share": None, "seed": 0, "jobs": jobs}
-        _add(out, common | {"second": following} | json.loads(done.stdout.strip().splitlines()[-1]))
+        _add(out, common | {"second": second} | json.loads(done.stdout.strip().splitlines()[-1]))
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda each: run(*each), runs))
@@ -173,33 +173,28 @@ def table(records: Sequence[Record]) -> str:
         "second length: first token, programs", "second profile: first token, programs",
     )  # fmt: skip
     rows = []
+    cells = (
+        "{model}, {device}", "{tokens:,}", "{method}", "{load:.1f}", "{first_token:.1f}",
+        "{compile_prefill:.1f}; {compile_decode:.1f}; {compile_other:.1f}", "{programs}",
+    )  # fmt: skip
     for record in sorted(records, key=lambda r: (r["model"], r["device"], r["tokens"], r["method"])):
-        names = [f"{record['model']}, {record['device']}", f"{record['tokens']:,}", record["method"]]
-        seconds = [f"{record[name]:.1f}" for name in ("load", "first_token")]
-        compiled = "; ".join(f"{record[f'compile_{part}']:.1f}" for part in ("prefill", "decode", "other"))
         later = [
             f"{record[f'{p}_first_token']:.1f}; {record[f'{p}_programs']}" if f"{p}_first_token" in record else ""
             for p in ("second_length", "second_profile")
         ]
-        rows.append([*names, *seconds, compiled, str(record["programs"]), *later])
+        rows.append([*(cell.format(**record) for cell in cells), *later])
     return sticks.markdown(header, rows)
 
 
 def calibration_table(records: Sequence[Record]) -> str:
     """A row for each model and setting."""
     header = ("model, device", "texts", "setting", "seconds", "of these compiling", "peak memory", "profile")
-    rows = [
-        [
-            f"{record['model']}, {record['device']}",
-            f"{record['texts']} of {record['tokens']:,} tokens",
-            record["method"],
-            *(f"{record[name]:.0f}" for name in ("seconds", "compile")),
-            f"{record['peak_bytes'] / 1e9:.1f} GB",
-            f"{record['profile_bytes'] / 1e3:.0f} kB",
-        ]
-        for record in records
-    ]
-    return sticks.markdown(header, rows)
+    cells = (
+        "{model}, {device}", "{texts} of {tokens:,} tokens", "{method}", "{seconds:.0f}", "{compile:.0f}",
+        "{gigabytes:.1f} GB", "{kilobytes:.0f} kB",
+    )  # fmt: skip
+    sizes = [{"gigabytes": r["peak_bytes"] / 1e9, "kilobytes": r["profile_bytes"] / 1e3} | r for r in records]
+    return sticks.markdown(header, [[cell.format(**record) for cell in cells] for record in sizes])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from tca_jax.lab.evaluation.method_specs import Builder, Built, MethodSpec
 from tca_jax.lab.evaluation.results import FORMAT, Job, Results
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Task
 from tca_jax.lab.evaluation.sources import Origin, Sources
-from tca_jax.lab.evaluation.tables import write_table
 from tca_jax.lab.evaluation.text_tasks import TextTask
 from tca_jax.lab.evaluation.tuning import Tuning, tune, tuning_entry
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
@@ -294,8 +293,8 @@ def run_plan(
             },
         )
         advance(plan.samples * (number + 1) - done)  # a file may hold fewer samples
-        write_table(results, plan.skipped)
-    write_table(results, plan.skipped)
+        results.write_table(plan.skipped)
+    results.write_table(plan.skipped)
     return results.read_all()
 
 

@@ -1,4 +1,4 @@
-"""A folder of results: its configuration, and a file for each finished job."""
+"""A folder of results: its configuration, a file for each finished job, and the table, in Markdown."""
 
 from __future__ import annotations
 
@@ -6,13 +6,32 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tca_jax.errors import UserError, require
 from tca_jax.files import replacing
+from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
 from tca_jax.models.json_object import read_json_object
+
+Record = Mapping[str, Any]
+
+_SUBSTITUTE, _OWN_BUDGET, _NONE = "†", "‡", "-"
+_PROTOCOLS = {
+    "prefix": "the prompt ends with the answer's first words",
+    "preamble": "the prompt ends with the question",
+    "late": "the context is prefilled without the question",
+    LATE_PREFIX: "the context is prefilled without the question and the answer's first words",
+}
+_TUNING = (
+    "On the calibration texts and probes of TCA. Excess: the largest of three losses over full attention's, in units "
+    "of calibration's tolerances. Prefill methods attend to at most TCA's share. Seconds are those of calibration and "
+    "of all trials, with compilation, on {}; bytes are those of a context without answers."
+)
+_ORIGIN = f"{_SUBSTITUTE} Not made from what the task's authors use, so not to be compared with published figures:"
 
 FORMAT = 2
 CONFIG = "config.json"
@@ -91,6 +110,12 @@ class Results:
         records = map(read_json_object, _finished((self.folder / TUNING).glob("*.json")))
         return [record for record in records if "trials" in record]
 
+    def write_table(self, skipped: Sequence[str] = ()) -> None:
+        """Writes table.md."""
+        text = table(self.config, self.read_all(), skipped, self.read_tuning())
+        with replacing(self.folder / "table.md") as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Writes a file atomically, and syncs it."""
@@ -117,3 +142,177 @@ def _read_task(path: Path) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return json.dumps(value) if not isinstance(value, Mapping) else str(value.get("label", value))
+
+
+def table(
+    config: Mapping[str, Any], records: Sequence[Record], skipped: Sequence[str] = (), tuned: Sequence[Record] = ()
+) -> str:
+    """A summary, tables by length, protocol and suite, text tasks, tuning, and notes."""
+    records, kv_share = _in_order(config, records), config["kv_share"]
+    held = "as each method has them" if kv_share is None else f"at most {kv_share:.0%} of full attention's"
+    held += " for the prompt alone" if config.get("bytes_of") == "prompt" else ""
+    mesh = f", on a mesh of {config['mesh']} devices (data x model)" if "mesh" in config else ""
+    settings = f"{config['samples']} samples a task, seed {config['seed']}, {config['dtype']}{mesh}. Bytes: {held}."
+    lines = [f"# {config['model']}", "", settings, ""]
+    names = {record["tuned"]: f"{record['method']} (tuned)" for record in tuned if record["tuned"] != record["method"]}
+    seconds = config.get("seconds", True)
+    for length, of_length in sorted(_by(records, "length").items()):
+        lines += _summary(of_length, names, length)
+        for suite, protocol, asked in _asked(of_length):
+            lines += _question_table(asked, f"{suite}, {length:,} tokens, {protocol}", seconds=seconds)
+        lines += _text_table(_by(of_length, "suite").get("text", []), length, seconds=seconds)
+    return "\n".join([*lines, *_tuning_table(tuned), *_notes(records, skipped)]).rstrip() + "\n"
+
+
+def _summary(records: Sequence[Record], names: Mapping[str, str], length: int) -> list[str]:
+    """A line for each method: mean scores by suite and protocol, losses over full attention's, costs."""
+    means = {f"{suite}, {protocol}": _mean_scores(asked) for suite, protocol, asked in _asked(records)}
+    means = {title: found for title, found in means.items() if found}
+    losses = {record["method"]: record["values"] for record in _by(records, "suite").get("text", [])}
+    full = losses.get("full")
+    if len(means) + bool(full) < 2:  # another table has it
+        return []
+    rows = []
+    for method, own in _by(records, "method").items():
+        row = [f"{of[method]:.1f}" if method in of else _NONE for of in means.values()]
+        for kind in ("loss_inside", "loss") if full else ():
+            row.append(f"{losses[method][kind] / losses['full'][kind] - 1:+.2%}" if method in losses else _NONE)
+        rows.append([f"`{names.get(method, method)}`", *row, _held_share(own), _mean_share(own, "attended_share")])
+    heads = ["method", *means, *(["loss inside", "loss behind"] if full else []), "KV bytes", "attended"]
+    losses_over = ", and losses over full attention's" if full else ""
+    explained = f"Mean scores in percent of the tasks that all have{losses_over}."
+    return _section(f"All, {length:,} tokens", explained, heads, rows)
+
+
+def _mean_scores(records: Sequence[Record]) -> dict[str, float]:
+    """Mean score of each method over the tasks that all methods have; empty without such tasks."""
+    common = _common_tasks(records)
+    scores = {(record["method"], record["task"]): record["score"] for record in records}
+    return {m: float(np.mean([scores[m, task] for task in common])) for m in _by(records, "method") if common}
+
+
+def _common_tasks(records: Sequence[Record]) -> set[str]:
+    return set.intersection(*({record["task"] for record in own} for own in _by(records, "method").values()))
+
+
+def _question_table(records: Sequence[Record], title: str, *, seconds: bool) -> list[str]:
+    """Scores by task, and costs: shares of bytes, tokens and pairs, seconds to the first token and of a step."""
+    tasks, means, rows = _by(records, "task"), _mean_scores(records), []
+    for method, own in _by(records, "method").items():
+        of_task = {record["task"]: record for record in own}
+        costs = [_held_share(own), *(_mean_share(own, name) for name in ("kept_share", "attended_share"))]
+        for name, scale in (("prefill_seconds", 1), ("question_seconds", 1), ("seconds_per_token", 1000)):
+            costs += [f"{scale * np.mean([record[name] for record in own]):.3g}"] if seconds else []
+        label = method + (_OWN_BUDGET if any(record["own_budget"] for record in own) else "")
+        mean = f"{means[method]:.1f}" if means else _NONE
+        batch = str(max(record["batch"] for record in own))
+        rows.append([label, *(_score(of_task.get(task)) for task in tasks), mean, *costs, batch])
+    times = ["prefill (s)", "from the question (s)", "ms per token"] if seconds else []
+    heads = ["method", *(_marked(task, records) for task in tasks), f"mean of {len(_common_tasks(records))}"]
+    heads += ["KV bytes", "kept", "attended", *times, "batch"]
+    return _section(title, f"Scores in percent; {_PROTOCOLS[records[0]['protocol']]}.", heads, rows)
+
+
+def _text_table(records: Sequence[Record], length: int, *, seconds: bool) -> list[str]:
+    """Losses of a text, and costs."""
+    rows = [
+        [
+            record["method"],
+            *(f"{record['values'][name]:.4f}" for name in ("loss", "loss_inside")),
+            _mean_share([record], "attended_share"),
+            _held_share([record]),
+            _mean_share([record], "kept_share"),
+            *([f"{record['prefill_seconds']:.3g}"] if seconds else []),
+        ]
+        for record in records
+    ]
+    heads = ["method", "loss behind the text (nats/token)", "loss inside it (nats/token)"]
+    heads += ["attended", "KV bytes", "kept", *(["prefill (s)"] if seconds else [])]
+    return _section(f"{_marked('loss', records)}, {length:,} tokens", "", heads, rows)
+
+
+def _tuning_table(tuned: Sequence[Record]) -> list[str]:
+    """Defaults and best trial of each tuned method; TCA first, with the seconds of its calibration."""
+    rows = []
+    for record in sorted(tuned, key=lambda record: record["method"] != "tca"):
+        trials = record["trials"]
+        best = next(trial for trial in trials if trial["spec"] == record["tuned"])
+        both = [("as calibrated", best)] if record["method"] == "tca" else [("defaults", trials[0]), ("tuned", best)]
+        for kind, trial in both:
+            spent = ["", ""] if kind == "defaults" else [str(len(trials)), f"{record['seconds']:.0f}"]
+            inside, behind = (f"{trial[name]:.4f}" for name in ("loss_inside", "loss_following"))
+            # Plus zero has no sign: without lost answers the share is -0.0.
+            lost, *shares = (f"{trial[name] + 0.0:.1%}" for name in ("answers_lost", "held_share", "attended_share"))
+            label = f"{trial['spec']} ({kind})"
+            rows.append([label, f"{trial['excess']:.2f}", inside, lost, behind, *shares, *spent])
+    heads = ["method", "excess", "loss inside", "answers lost", "loss behind", "KV bytes", "attended", "trials", "s"]
+    devices = " and ".join(sorted({record["device"] for record in tuned}))
+    return _section("Tuning", _TUNING.format(devices), heads, rows)
+
+
+def _notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:
+    """Explanations of marks, and the tasks that are left out."""
+    substitutes = sorted({f"{name}: {label}" for r in records for name, label in r["substitutes"].items()})
+    lengths: dict[tuple[str, str], set[int]] = {}
+    for record in records:
+        if record["own_budget"]:
+            lengths.setdefault((record["method"], record["budget"]), set()).add(record["length"])
+    own = [
+        f"{method}, {' and '.join(f'{length:,}' for length in sorted(of_method))} tokens: {budget}"
+        for (method, budget), of_method in lengths.items()
+    ]
+    noted = ((_ORIGIN, substitutes), (f"{_OWN_BUDGET} Not at the bytes of the others:", own), ("Left out:", skipped))
+    return [line for title, items in noted if items for line in (title, "", *(f"- {item}" for item in items), "")]
+
+
+def _in_order(config: Mapping[str, Any], records: Sequence[Record]) -> list[Record]:
+    """Full attention's first, then the methods as they were named, each with its tasks as they were run."""
+    places = {label: place for place, label in enumerate(config.get("methods", ()))}
+    return sorted(
+        records, key=lambda r: (r["method"] != "full", places.get(r["method"], len(places)), r.get("finished", ""))
+    )
+
+
+def _by(records: Sequence[Record], name: str) -> dict[Any, list[Record]]:
+    """Records by a value, in their order."""
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        found.setdefault(record[name], []).append(record)
+    return found
+
+
+def _asked(records: Sequence[Record]) -> Iterator[tuple[str, str, list[Record]]]:
+    """Suite, protocol and records of the tasks with questions."""
+    for protocol in EVALUATION_PROTOCOLS:
+        for suite, of_suite in _by(records, "suite").items():
+            if asked := _by(of_suite, "protocol").get(protocol):
+                yield suite, protocol, asked
+
+
+def _held_share(records: Sequence[Record]) -> str:
+    """Mean share of full attention's cache bytes."""
+    return f"{np.mean([record['kv_cache_bytes'] / record['full_kv_cache_bytes'] for record in records]):.1%}"
+
+
+def _mean_share(records: Sequence[Record], name: str) -> str:
+    """A mean share; unknown for older results."""
+    shares = [record[name] for record in records if name in record]
+    return f"{np.mean(shares):.1%}" if len(shares) == len(records) else _NONE
+
+
+def _marked(task: str, records: Sequence[Record]) -> str:
+    return task + (f" {_SUBSTITUTE}" if any(r["substitutes"] for r in records if r["task"] == task) else "")
+
+
+def _score(record: Record | None) -> str:
+    if record is None:
+        return _NONE
+    groups = "/".join(f"{score:.1f}" for score in record["groups"].values())
+    return f"{record['score']:.1f}" + (f" ({groups})" if len(record["groups"]) > 1 else "")
+
+
+def _section(title: str, explained: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a titled table; none without rows."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    text = [explained, ""] if explained else []
+    return [f"## {title}", "", *text, *(f"| {' | '.join(line)} |" for line in lines), ""] if rows else []

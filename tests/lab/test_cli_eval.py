@@ -14,7 +14,7 @@ from tca_jax.lab.evaluation import Sources, make_plan, parse_methods, plan_suite
 from tca_jax.lab.evaluation.ruler import TASKS
 from tca_jax.lab.evaluation.sources import parquet_file
 from tca_jax.loading import open_checkpoint
-from tca_jax.methods.registry import names, option_names
+from tca_jax.methods.registry import option_names
 
 NOISE_TASK = ["model", "--tasks=niah_single_1", "--lengths=1024", "--samples=2", "--batch=2", "--protocols=prefix"]
 SUITE = ["model", "--suite=late", "--methods=full,streaming:window=128", "--lengths=1024", "--data=data", "--samples=1"]
@@ -192,11 +192,9 @@ def test_leaderboard_asks_full_attention_once(work):
 
 def test_spaces_hold_options_that_set_no_cost():
     for name, space in tuning.SPACES.items():
-        assert name in names()
-        assert set(space) <= set(option_names(name))
-        assert not set(space) & {"share", "capacity", "budget", tuning.PREFILL_KNOBS.get(name, ("",))[0]}
-    for name, (knob, values) in tuning.PREFILL_KNOBS.items():
-        assert knob in option_names(name)
+        knob, values = tuning.PREFILL_KNOBS.get(name, ("share", ()))
+        assert {*space, *([knob] if values else [])} <= set(option_names(name))
+        assert not set(space) & {"share", "capacity", "budget", knob}
         assert list(values) == sorted(values)
 
 

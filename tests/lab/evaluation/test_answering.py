@@ -8,21 +8,11 @@ from meshes import mesh_of, needs_8_devices
 
 import tca_jax
 from tca_jax.lab.evaluation import samples
-from tca_jax.lab.evaluation.samples import (
-    PREAMBLE_TOKENS,
-    Mark,
-    Prompt,
-    Sample,
-    Task,
-    answer_room,
-    asked_with_lead,
-    safe_batch,
-)
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}<assistant>"
 LENGTHS = (30, 28, 29)  # of one bucket: few programs
-TASK = Task("t", "s", 6, lambda drawing: [], lambda sample, text, protocol: Mark(0.5))
-SAMPLES = [Sample(asked_with_lead("x y " * n, f" Q{n}?", " A:"), ("r",)) for n in LENGTHS]
+TASK = samples.Task("t", "s", 6, lambda drawing: [], lambda sample, text, protocol: samples.Mark(0.5))
+SAMPLES = [samples.Sample(samples.asked_with_lead("x y " * n, f" Q{n}?", " A:"), ("r",)) for n in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +64,18 @@ def test_mesh_gives_equal_answers(lm):
 
 
 def test_room_has_few_sizes():
-    assert {answer_room("prefix", limit, 10**6) for limit in (30, 32, 50, 120, 128)} == {128}
-    assert {answer_room("late", limit + PREAMBLE_TOKENS + 30, 10**6) for limit in (30, 50, 120, 128)} == {256}
-    assert answer_room("prefix", 448, 10**6) == 512
-    assert answer_room("prefix", 128, 60) == 60
+    assert {samples.answer_room("prefix", limit, 10**6) for limit in (30, 32, 50, 120, 128)} == {128}
+    assert {
+        samples.answer_room("late", limit + samples.PREAMBLE_TOKENS + 30, 10**6) for limit in (30, 50, 120, 128)
+    } == {256}
+    assert samples.answer_room("prefix", 448, 10**6) == 512
+    assert samples.answer_room("prefix", 128, 60) == 60
 
 
 def test_batches_fit_the_memory(lm, monkeypatch):
     for memory, tokens, most, rows in ((100 * 2**20, 3968, 100, 12), (1, 1024, 8, 1), (None, 1024, 8, 8)):
         monkeypatch.setattr(samples, "memory_bytes", lambda memory=memory: memory)
-        assert safe_batch(lm, tokens, 128, most) == rows  # 2.1 MB each, a quarter of the memory
+        assert samples.safe_batch(lm, tokens, 128, most) == rows  # 2.1 MB each, a quarter of the memory
 
 
 @needs_8_devices
@@ -91,10 +83,10 @@ def test_mesh_batches_are_multiples_of_devices(lm, monkeypatch):
     many = tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((4, 2)))
     for memory, tokens, most, rows in ((None, 1024, 6, 8), (100 * 2**20, 3968, 100, 4 * 24), (1, 1024, 1, 4)):
         monkeypatch.setattr(samples, "memory_bytes", lambda memory=memory: memory)
-        assert safe_batch(many, tokens, 128, most) == rows  # half of the heads: 1.05 MB each
+        assert samples.safe_batch(many, tokens, 128, most) == rows  # half of the heads: 1.05 MB each
 
 
 def test_prompts_without_chat_are_plain(lm):
-    prompt = Prompt("ab", "c", " d", chat=False)
+    prompt = samples.Prompt("ab", "c", " d", chat=False)
     assert lm.tokenizer.decode(prompt.encode(lm)) == "abc d"
     assert [lm.tokenizer.decode(part) for part in prompt.encode_apart(lm)] == ["ab", "c d"]

@@ -80,14 +80,6 @@ def test_all_registered_methods_can_be_built(lm):
         assert made.build(spec).lm.method.name == spec.label
 
 
-@pytest.mark.parametrize("text", ["tca", "full+tca", "random:window=16,block_size=8"])
-def test_equal_bytes_are_held(lm, text):
-    made = [build_within(lm, text, share, profile(0)) for share in (0.5, 0.85)]
-    assert [each[1:] for each in made] == [("50% of the bytes", False), ("85% of the bytes", False)]
-    shares = [held_share(each.lm, SIZES) for each in made]
-    assert 0.25 < shares[0] <= 0.5 < shares[1] <= 0.85
-
-
 def test_heads_become_dense_by_worth(lm):
     own = [[0, 3], [14, 0]]  # the third head is dense and of no worth: it is the first of the profile's to go
     found = profile(candidates=np.array(own), prefill_candidates=np.array(own))

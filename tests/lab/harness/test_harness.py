@@ -5,7 +5,7 @@ import string
 
 import numpy as np
 import pytest
-from tiny import TCA, tiny_lm, write_checkpoint
+from tiny import TCA, write_checkpoint
 
 import tca_jax
 from tca_jax.cli.app import app
@@ -230,29 +230,19 @@ def test_task_options_become_generate_arguments():
             generation_options({name: value}, 8)
 
 
-class Opened:
-    """The checkpoint interface of `load_model`: the tiny model, whose every profile is `PROFILE`."""
-
-    def read_profile(self, profile):
-        return None if profile is None else PROFILE
-
-    def load(self, profile, **stored):
-        return tiny_lm().with_profile(profile)
-
-
-def test_profile_sets_budgets_of_its_part(monkeypatch):
-    monkeypatch.setattr("tca_jax.lab.harness.model.open_checkpoint", lambda name, revision: Opened())
+def test_profile_sets_budgets_of_its_part(folder, tmp_path):
+    PROFILE.save(tmp_path / "profile")
 
     def load(profile, method, options):
-        return load_model("name", profile, method, options, None).method
+        return load_model(folder, profile, method, options, None).method
 
-    own = load("folder", "streaming+tca", {"streaming": {"sinks": 8}})
+    profile = str(tmp_path / "profile")
+    own = load(profile, "streaming+tca", {"streaming": {"sinks": 8}})
     assert (own.prefill, own.cache) == (streaming(sinks=8).prefill, PROFILE.method().cache)
-    for method in (None, "tca"):
-        assert load("folder", method, {}) == PROFILE.method()
+    assert load(profile, None, {}) == load(profile, "tca", {}) == PROFILE.method()
     assert load(None, "streaming", {"sinks": 8}) == streaming(sinks=8)
     with pytest.raises(ValueError, match="the profile's method, 'tca', must be one of its parts"):
-        load("folder", "streaming", {})
+        load(profile, "streaming", {})
 
 
 def test_command_passes_its_arguments(monkeypatch, capsys):
