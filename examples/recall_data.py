@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
-from zoo_tasks import draw_question, hide
+from zoo_tasks import DRAWS, hide
 
 from tca_jax.lab.recall import TASKS, Question
 from tca_jax.lab.recall.corpus import corpus
@@ -50,7 +50,7 @@ def make_batch(
 ) -> Batch:
     """A batch of documents with questions, and plain text in the rows after `recall_share`.
 
-    `tasks_asked` are names for `zoo_tasks.draw_question`; a repeated one is asked more often.
+    `tasks_asked` are keys of `zoo_tasks.DRAWS`; a repeated one is asked more often.
     """
     rng = np.random.default_rng(seed)
     recall = round(recall_share * stage.rows)
@@ -114,7 +114,8 @@ def _questions(
     questions: list[Question] = []
     turns: list[list[_PIECE]] = []
     for _ in range(64):
-        question = draw_question(rng, tasks[int(rng.integers(len(tasks)))], keys)
+        task = tasks[int(rng.integers(len(tasks)))]
+        question = DRAWS[task](rng, task, keys)
         turn = _turn(rng, question, chat, first=not turns)
         size = sum(len(fact.line) for fact in question.facts) + sum(len(piece) for piece, _ in turn)
         if taken + size > most:

@@ -8,7 +8,6 @@ kinds and values than recall-tiny's, and no long copies.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -171,13 +170,6 @@ MIXTURES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def draw_question(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
-    """A question of a task of `DRAWS` with its facts."""
-    if task not in DRAWS:
-        raise ValueError(f"task = {task!r}: must be one of {list(DRAWS)}")
-    return DRAWS[task](rng, task, keys)
-
-
 def draw_documents(
     seed: tuple[int, ...] | int, count: int, num_bytes: int, member: str, task: str, split: str = "held-out"
 ) -> list[Document]:
@@ -187,7 +179,7 @@ def draw_documents(
         rng = np.random.default_rng((*np.atleast_1d(seed).tolist(), number))
         tasks = [task, *(other for other in dict.fromkeys(MIXTURES[member]) if other != task)]
         keys = draw_keys(rng)
-        questions = [draw_question(rng, name, keys) for name in tasks]
+        questions = [DRAWS[name](rng, name, keys) for name in tasks]
         documents.append(hide(rng, num_bytes - len(completion("", questions[0])), questions, split))
     return documents
 
@@ -207,11 +199,9 @@ def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question]
             chain.append(chain[-1].of)
         for place, fact in zip(sorted(where[id(fact)] for fact in chain), reversed(chain), strict=True):
             facts[place] = fact
-    ends = [0, *(offset + len(fact.line) for fact, offset in document.places)]
-    begins = [*(offset for _, offset in document.places), len(document.text)]
-    parts = [document.text[end:begin] for end, begin in zip(ends, begins, strict=True)]
-    lines = [fact.line for fact in facts]
-    text = "".join(itertools.chain.from_iterable(zip(parts, [*lines, ""], strict=True)))
-    sizes = itertools.accumulate(len(part) + len(line) for part, line in zip(parts, lines, strict=False))
-    places = tuple((fact, end - len(fact.line)) for fact, end in zip(facts, sizes, strict=True))
-    return Document(text, document.questions, places)
+    text, places, end = "", list[tuple[Fact, int]](), 0
+    for (old, offset), fact in zip(document.places, facts, strict=True):
+        text += document.text[end:offset]
+        places.append((fact, len(text)))
+        text, end = text + fact.line, offset + len(old.line)
+    return Document(text + document.text[end:], document.questions, tuple(places))

@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -279,13 +280,6 @@ def test_linked_files_outside_docs_are_in_the_site():
             assert linked.is_relative_to(ROOT / "docs") or linked in beside, target
 
 
-class Page(NamedTuple):
-    """A page as the site's builder gives it to the hook."""
-
-    file: "Page | None" = None
-    src_uri: str = ""
-
-
 @pytest.mark.parametrize(
     ("page", "link", "expected"),
     [
@@ -297,7 +291,7 @@ class Page(NamedTuple):
     ],
 )
 def test_links_across_docs_are_those_of_the_site(page, link, expected):
-    rewritten = hooks().on_page_markdown(f"see [it]({link}).", Page(Page(src_uri=page)))
+    rewritten = hooks().on_page_markdown(f"see [it]({link}).", SimpleNamespace(file=SimpleNamespace(src_uri=page)))
     assert rewritten == f"see [it]({expected})."
 
 

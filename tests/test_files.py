@@ -18,7 +18,7 @@ def test_a_file_is_replaced_when_it_is_whole(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["table.json"]
 
 
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     file = tmp_path / "table.json"
     file.write_text("old")
 
@@ -40,7 +40,7 @@ def test_a_full_disk_names_the_file():
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, "/dev/full")
 
 
-def test_an_error_about_the_new_name_names_the_file_that_was_asked_for(tmp_path):
+def test_an_error_names_the_wanted_file(tmp_path):
     (tmp_path / "sub").mkdir()
     with pytest.raises(OSError, match="sub/long") as raised, replacing(tmp_path / "sub" / ("long" * 70)) as file:
         file.write_text("something")

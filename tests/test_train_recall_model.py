@@ -92,14 +92,12 @@ def test_batches_come_in_order_of_steps(data):
     assert not np.array_equal(drawn[0].tokens, drawn[1].tokens)
 
 
-def test_repeated_tasks_are_asked_more_often(data, tasks):
+def test_repeated_tasks_are_asked_more_often(data):
     rng = np.random.default_rng
     asked = [
         task for seed in range(60) for task in data.recall_row(rng(seed), 1024, "train", ("hex", "alias", "alias"))[2]
     ]
     assert asked.count("alias") > 1.2 * asked.count("hex") > 0
-    with pytest.raises(ValueError, match="'nothing': must be one of"):
-        tasks.draw_question(rng(0), "nothing", draw_keys(rng(0)))
 
 
 @pytest.mark.parametrize("task", DIGESTS)
@@ -107,7 +105,7 @@ def test_zoo_questions_keep_their_text(tasks, task):
     found = hashlib.sha256()
     for seed in range(30):
         rng = np.random.default_rng(seed)
-        question = tasks.draw_question(rng, task, draw_keys(rng))
+        question = tasks.DRAWS[task](rng, task, draw_keys(rng))
         lines = (*(fact.line for fact in question.facts), question.text, question.lead, question.answer)
         found.update("\0".join(lines).encode())
     assert found.hexdigest()[:12] == DIGESTS[task]

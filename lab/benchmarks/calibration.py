@@ -17,7 +17,7 @@ import typer
 import tca_jax
 from tca_jax.cli.files import read_text
 from tca_jax.engine.lm import LM
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
 
@@ -33,11 +33,9 @@ def calibration_texts(lm: LM, text: Path | None, number: int, tokens: int) -> li
     """Consecutive pieces of a text file as token ids; random ids without one."""
     if text is None:
         return np.random.default_rng(0).integers(0, lm.config.vocab_size, (number, tokens)).tolist()
-    if lm.tokenizer is None:
-        raise UserError(f"--text {text}: {lm.name} has no tokenizer")
+    require(lm.tokenizer is not None, f"--text {text}: {lm.name} has no tokenizer")
     ids = lm.tokenizer.encode(read_text(text, "--text"))
-    if len(ids) < number * tokens:
-        raise UserError(f"--text {text}: has {len(ids):,} tokens, {number} texts of {tokens:,} need more")
+    require(len(ids) >= number * tokens, f"--text {text}: has {len(ids):,} tokens, {number} of {tokens:,} need more")
     return [list(ids[i * tokens : (i + 1) * tokens]) for i in range(number)]
 
 

@@ -33,7 +33,7 @@ from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import require_writable
 from tca_jax.cli.options import LAUNCH_ORDER
 from tca_jax.engine.cache import allocator_limit
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import check_backend
 from tca_jax.pallas_kernels.numerics import cdiv
 
@@ -73,12 +73,11 @@ def check_lengths(lengths: Sequence[int], config: tca_jax.TCAConfig, out: Path, 
     """Refuses lengths that have no ranked block or that a CPU cannot run, and an `out` that cannot be written."""
     block, least = config.block_size, config.window + config.block_size
     for length in lengths:
-        where = f"{option} {length}: "
-        if length % block or length < least:
-            raise UserError(f"{where}must be a multiple of {block} and at least {least}, one block more than --window")
-        if jax.default_backend() == "cpu" and length > _CPU_TOKENS:
-            smaller = f"pass --models tiny {option} 1024 --window 256"
-            raise UserError(f"{where}a CPU takes at most {_CPU_TOKENS} tokens; {smaller}")
+        holds, runs = length % block == 0 and length >= least, jax.default_backend() != "cpu" or length <= _CPU_TOKENS
+        bound = f"must be a multiple of {block} and at least {least}, one block more than --window"
+        require(holds, f"{option} {length}: {bound}")
+        smaller = f"a CPU takes at most {_CPU_TOKENS} tokens; pass --models tiny {option} 1024 --window 256"
+        require(runs, f"{option} {length}: {smaller}")
     require_writable(out, "--out")
 
 
@@ -132,8 +131,7 @@ def time_in_turns(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[
 def copy_rate(num_bytes: int, repeats: int) -> float:
     """Bytes per second, read and written, of the fastest copy of a large array: the rate of the byte floors."""
     source = random_normal(jax.random.key(0), (num_bytes // 1024, 256), jnp.float32)
-    copies = {"copy": jax.jit(lambda x: jnp.copy(x)), "x + 1": jax.jit(lambda x: x + 1)}
-    calls = {name: functools.partial(program, source) for name, program in copies.items()}
+    calls = {copy: functools.partial(jax.jit(copy), source) for copy in (jnp.copy, lambda x: x + 1)}
     return 2 * source.nbytes / min(time_in_turns(calls, repeats).values())
 
 

@@ -51,11 +51,6 @@ class Stored(enum.StrEnum):
     KV = "kv"
     BOTH = "both"
 
-    @property
-    def options(self) -> dict[str, str | None]:
-        """Options of `tca_jax.load`."""
-        return {part: "fp8" if self in (part, "both") else None for part in ("weights", "kv")}
-
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
@@ -70,7 +65,6 @@ class Conditions:
 
 
 def random_prompts(lm: LM, rows: int, tokens: int, seed: int = 1) -> list[list[int]]:
-    """Random token ids."""
     return np.random.default_rng(seed).integers(0, lm.config.vocab_size, (rows, tokens)).tolist()
 
 
@@ -203,24 +197,23 @@ def main(
     note = NOTE.format(**sizes, shares=shapes.describe_shares(config))
     results = common.Results(out, name, "Whole models, from prompt to answer", note)
     for model, devices, stored in itertools.product(models, meshes, fp8 or [Stored.NOTHING]):
-        options: dict[str, Any] = {"mesh": devices, "layers": layers, **stored.options}
+        options: dict[str, Any] = {"mesh": devices, "layers": layers}
+        options |= {part: "fp8" if stored in (part, "both") else None for part in ("weights", "kv")}
         if shares and (shape := shapes.CONFIGS.get(model)):
             options["policy"] = shares[-1].method(config, shape.num_kv_heads, layers or shape.num_layers).cache
-        positions = max(lengths) + new_tokens + question_tokens
-        place = f"the weights of {model}, {stored} in fp8"
-        lm = common.fitted(
-            functools.partial(shapes.open_model, model, profile, max_positions=positions, **options), place
-        )
-        if lm is None:
+        options["max_positions"] = max(lengths) + new_tokens + question_tokens
+        opened = functools.partial(shapes.open_model, model, profile, **options)
+        if (lm := common.fitted(opened, f"the weights of {model}, {stored} in fp8")) is None:
             continue
         own = lm.method if profile and model not in shapes.CONFIGS else None
         sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
         tested = shapes.named_methods(config, shares, *sizes_of_model, full=full, profile=own, others=others)
         lms = {label: lm.with_method(method) for label, method in tested.items()}
+        kind = {"fp8": str(stored)} if fp8 else {}
         for tokens in lengths:
             for row in measure(lms, tokens, given):
-                results.add("From prompt to answer", {"fp8": str(stored), **row} if fp8 else row)
+                results.add("From prompt to answer", kind | row)
             for row in measure_questions(lms, tokens, questions or (), question_tokens, given):
-                results.add("Questions about one document", {"fp8": str(stored), **row} if fp8 else row)
+                results.add("Questions about one document", kind | row)
         del lm, lms
     results.finish()

@@ -21,7 +21,7 @@ import tca_jax
 from tca_jax import methods
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import balanced_orders
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.lab.benchmarks.common import random_normal
 from tca_jax.methods import BASELINE
 from tca_jax.methods.base import CachePolicy, Method
@@ -96,19 +96,14 @@ class Share:
 
     def method(self, config: TCAConfig, kv_heads: int, num_layers: int = 1) -> Method:
         """TCA with these budgets in every layer."""
-        if self.blocks > kv_heads * num_layers:
-            raise UserError(f"--block-shares +{self.blocks}: there are {kv_heads * num_layers} KV heads")
+        most, prefill = kv_heads * num_layers, None
+        require(self.blocks <= most, f"--block-shares +{self.blocks}: there are {most} KV heads")
         rows = unequal_candidates(config, kv_heads, self.cache)
-        prefill: tuple[int, ...] | None = None
         if self.prefill is not None:
-            prefill = (int(np.abs(_row_shares(config) - self.prefill).argmin()),) * kv_heads
-            rows = _with_dense_heads(config, prefill, self.cache)
-        return methods.configured(
-            config,
-            (rows,) * num_layers,
-            prefill_candidates=None if prefill is None else (prefill,) * num_layers,
-            readings=self._readings(rows, num_layers) if self.blocks else "sparse",
-        )
+            candidates = (int(np.abs(_row_shares(config) - self.prefill).argmin()),) * kv_heads
+            rows, prefill = _with_dense_heads(config, candidates, self.cache), (candidates,) * num_layers
+        readings = self._readings(rows, num_layers) if self.blocks else "sparse"
+        return methods.configured(config, (rows,) * num_layers, prefill_candidates=prefill, readings=readings)
 
     def _readings(self, rows: tuple[int, ...], num_layers: int) -> tuple[tuple[str, ...], ...]:
         """The densest heads of each layer read blocks, spread over the layers as evenly as possible."""
@@ -197,10 +192,9 @@ def _row_shares(config: TCAConfig) -> np.ndarray:
 def find_configs(names: Sequence[str] | None, *, whole: bool, default: Sequence[str] = ("llama3.1-8b",)) -> list[str]:
     """Checks names of --models; `whole` models, other than single layers, need a GPU unless they are tiny."""
     for name in names or default:
-        if name not in CONFIGS:
-            raise UserError(f"--models {name}: must be one of {list(CONFIGS)}")
-        if whole and name != "tiny" and jax.default_backend() != "gpu":
-            raise UserError(f"--models {name}: needs a GPU, this is {jax.default_backend()!r}; pass --models tiny")
+        require(name in CONFIGS, f"--models {name}: must be one of {list(CONFIGS)}")
+        runs, device = not whole or name == "tiny", jax.default_backend()
+        require(runs or device == "gpu", f"--models {name}: needs a GPU, this is {device!r}; pass --models tiny")
     return list(names or default)
 
 
@@ -244,8 +238,8 @@ def random_model(
     decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(drawn))
     orders = None
     if mesh is not None and policy is not None:
-        heads, devices = config.num_kv_heads, axis_size(mesh, MODEL)
-        orders = balanced_orders(policy, config.num_layers, heads, devices, config.max_context)
+        sizes = config.num_layers, config.num_kv_heads, axis_size(mesh, MODEL), config.max_context
+        orders = balanced_orders(policy, *sizes)
     lm = LM.from_decoder(decoder, mesh=mesh, head_orders=orders, name=name, kv=kv)
     return dataclasses.replace(lm, checkpoint_fingerprint="random weights")
 

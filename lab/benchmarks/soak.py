@@ -124,11 +124,11 @@ class Client:
 
     def _outcome(self, kind: str) -> str:
         draw, number = self._random.randrange, self._random.randrange(len(self._references.documents))
-        drawn, id_ = Question(number, draw(_QUESTIONS), draw(len(_OPTIONS)), turn=kind == "chat"), None
+        drawn = Question(number, draw(_QUESTIONS), draw(len(_OPTIONS)), turn=kind == "chat")
         if kind == "prompt":
             drawn = Question(None, draw(_PROMPTS), drawn.options)
-        else:
-            id_ = self._engine.read(self._references.documents[number])
+            return self._checked(drawn, self._ask(None, drawn))
+        id_ = self._engine.read(self._references.documents[number])
         if kind == "forget":
             self._engine.forget(id_)
             return "equal"

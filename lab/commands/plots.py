@@ -11,10 +11,12 @@ import typer
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import read_text, require_writable
+from tca_jax.cli.models import opened
 from tca_jax.cli.options import (
     LARGEST,
     DtypeOption,
     ModelArgument,
+    ModelOptions,
     ProfileOption,
     SavedProfileArgument,
     ShareTokensOption,
@@ -205,20 +207,14 @@ def _load(
 ) -> tuple[LM, list[int]]:
     """The model, and the text's token ids, which are known to fit before its weights are read."""
     from tca_jax.engine.prompts import encode_continuation, encode_prompt, require_positions
-    from tca_jax.loading import check_dtype, open_checkpoint
 
-    with naming_options("dtype"):
-        check_dtype(dtype)
     text = read_text(file, "--file")
-    with progress() as report:
-        report(f"loading {model}", None, None)
-        checkpoint = open_checkpoint(model)
+    with opened(model, ModelOptions(profile=profile, dtype=dtype)) as (checkpoint, load):
         ids = encode_prompt(checkpoint, text, "--file")[:max_tokens]
         if question is not None:
             ids = ids + encode_continuation(checkpoint, f"\n\n{question}", ids, "--question")
         require_positions("--file", len(ids), 0, checkpoint)
-        lm = checkpoint.load(profile, dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
-    return lm, ids
+        return load(), ids
 
 
 def _reading(inspect: Callable[[LM, list[int]], np.ndarray], lm: LM, ids: list[int]) -> np.ndarray:
