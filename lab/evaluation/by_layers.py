@@ -132,7 +132,7 @@ def _repetition_scores(
 ) -> Float32[Array, "layers 1 Hkv L"]:
     """The most attention of each token of a document during its repetition."""
     _, held = read_everything(lm, tokens, lengths)
-    return attention_to_prompts(lm, repetition, held, tokens, lengths, lengths, tokens.shape[1])
+    return attention_to_prompts(lm, repetition, held, tokens, lengths)
 
 
 def kept_mask(policy: CachePolicy, selection: Selection, lengths: Int[Array, " B"]) -> Bool[Array, "B Hkv L"]:

@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,12 +40,10 @@ from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 #: tau1 and tau2 that CAKE's authors publish (their model2tau.json), by the last part of the Hub id in lower case, for
 #: budgets of 128 and 1024 tokens a head.
-TEMPERATURES = MappingProxyType(
-    {
-        "llama-3.1-8b-instruct": {128: (1.6, 0.6), 1024: (1.6, 0.4)},
-        "qwen2.5-7b-instruct": {128: (0.4, 0.6), 1024: (1.5, 0.6)},
-    }
-)
+TEMPERATURES = {
+    "llama-3.1-8b-instruct": {128: (1.6, 0.6), 1024: (1.6, 0.4)},
+    "qwen2.5-7b-instruct": {128: (0.4, 0.6), 1024: (1.5, 0.6)},
+}
 
 
 @dataclasses.dataclass(frozen=True)

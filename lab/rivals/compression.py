@@ -133,7 +133,7 @@ class PromptCompression(GrowingCache):
         return Selection(scores, kept.reshape(*kept.shape[:2], blocks, b).sum(axis=-1, dtype=jnp.int32))
 
 
-def over_heads(of_head: Callable[..., Any], q: Float[Array, "B O Hq d"], *kv: Float[Array, "B L Hkv d"]) -> Any:
+def over_heads(of_head: Callable[..., Any], q: Float[Array, "B O Hq d"], *kv: Float[Array, "B _ Hkv d"]) -> Any:
     """Results `[B, Hkv, ...]` of a function of one KV head after another: its queries `[B, O, G, d]`, its k, and v."""
     queries = q.reshape(*q.shape[:2], kv[0].shape[2], -1, q.shape[-1])
     heads = tuple(jnp.moveaxis(x, 2, 0) for x in (queries, *kv))

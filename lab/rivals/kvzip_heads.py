@@ -81,7 +81,7 @@ def _most_repeated_program(
 ) -> Float32[Array, "layers Hkv"]:
     policy: Any = lm.method.cache  # a KVzipCache
     _, held = read_everything(lm, tokens, lengths)
-    scores = attention_to_prompts(lm, policy.repetition, held, tokens, lengths, lengths, tokens.shape[1])
+    scores = attention_to_prompts(lm, policy.repetition, held, tokens, lengths)
     return scores[:, 0, :, policy.repetition.sinks :].max(axis=-1)
 
 

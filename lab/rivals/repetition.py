@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.engine.cache import CacheLayout, PagedCache, shared_and_own
 from tca_jax.engine.extend import AppendedColumns, extend_layer
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import heads_of
 from tca_jax.engine.read import Read, read_prompts
+from tca_jax.lab.rivals.compression import over_heads
 from tca_jax.methods.base import Wording
 from tca_jax.methods.full import FullCache
 from tca_jax.methods.regions import Selection
@@ -45,79 +46,6 @@ class Repetition:
             return Repetition(self.chunk, self.sinks)
         ids = wording.ids(opening), wording.ids(continuing), wording.before_answer()
         return Repetition(self.chunk, self.sinks, *ids)
-
-    @property
-    def requests(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids of the request for the first chunk and for others; negative ones count back from the chunk."""
-        return self.opening + self.answer, (*self.continuing, *range(-CARRIED, 0), *self.answer)
-
-    def chunk_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of a chunk of prompts of at most so many tokens."""
-        return max(1, min(self.chunk, prompt_tokens - self.sinks))
-
-    def num_chunks(self, prompt_tokens: int) -> int:
-        """Chunks of a prompt of so many tokens."""
-        return cdiv(max(0, prompt_tokens - self.sinks), self.chunk)
-
-    def fed_tokens(self, prompt_tokens: int) -> int:
-        """Most tokens of a request and a chunk of prompts of at most so many tokens."""
-        return max(map(len, self.requests)) + self.chunk_tokens(prompt_tokens)
-
-    def fed(
-        self,
-        number: Int[Array, ""],  # of the chunk, traced
-        tokens: Int[Array, "B L"],
-        lengths: Int[Array, " B"],
-        wanted: Int[Array, " B"],  # tokens whose scores are wanted, the first of each prompt
-        places: Int[Array, "B S"],  # of the tokens to return, counted from the request's first
-    ) -> tuple[Int32[Array, "B S"], Int32[Array, " B"]]:
-        """Tokens of a request and its chunk, and their number in each row: 0 where no score is wanted."""
-        first, others = self.requests
-        request = jnp.where(number == 0, len(first), len(others))
-        start = self.sinks + number * self.chunk
-        words = jnp.asarray((*first, *others, 0), jnp.int32)
-        word = words.at[places + jnp.where(number == 0, 0, len(first))].get(mode="clip")
-        word = jnp.where(places < request, word, places - request)  # of the chunk, its tokens' places
-        of_prompt = jnp.take_along_axis(tokens, jnp.clip(start + word, 0, tokens.shape[1] - 1), axis=1)
-        ids = jnp.where((places < request) & (word >= 0), word, of_prompt)
-        count = request + jnp.clip(lengths - start, 0, self.chunk_tokens(tokens.shape[1]))
-        return ids, jnp.where(wanted > start, count, 0).astype(jnp.int32)
-
-
-def repeated_attention(
-    q: Float[Array, "B S Hq d"],  # of what is fed; `k` its keys
-    k: Float[Array, "B S Hkv d"],
-    sinks: Float[Array, "B s Hkv d"],  # keys of the prompt's first tokens
-    chunk: Float[Array, "B c Hkv d"],  # keys of the chunk's tokens in the prompt
-    fed: Bool[Array, "B S"],  # which columns of `q` and `k` hold a token
-    there: Bool[Array, "B c"],  # which columns of `chunk` do
-    *,
-    queries: int,
-) -> Float32[Array, "B Hkv c"]:
-    """The most attention that each token of a chunk gets from what repeats it: KVzip, Algorithm 1, in float32.
-
-    The softmax of a query is over the prompt's first tokens, the chunk and what was fed up to the query; the maximum
-    is over all that was fed, the request included, and over the query heads of a KV head. Queries are taken in parts
-    of `queries`, of which S is a multiple.
-    """
-    batch, columns, kv_heads, head_dim = k.shape
-    keys = jnp.concatenate([sinks, chunk, k], axis=1)
-    seen = jnp.concatenate([jnp.ones(sinks.shape[:2], bool), there, fed], axis=1)
-    before = keys.shape[1] - columns
-    of_chunk = slice(sinks.shape[1], before)
-    grouped = q.reshape(batch, columns, kv_heads, -1, head_dim)
-
-    def of_part(number: Array) -> Float32[Array, "B Hkv c"]:
-        place = number * queries + jnp.arange(queries)
-        part, is_fed = (jax.lax.dynamic_slice_in_dim(x, number * queries, queries, axis=1) for x in (grouped, fed))
-        causal = jnp.arange(keys.shape[1]) - before <= place[:, None]
-        mask = (seen[:, None] & causal)[:, None, None]  # [B, 1, 1, queries, keys]
-        scores = jnp.where(mask, scaled_scores("bqhgd,bkhd->bhgqk", part, keys), MASKED)
-        found = jax.nn.softmax(scores, axis=-1)[..., of_chunk]
-        counts = (is_fed[:, :, None] & there[:, None])[:, None, None]
-        return jnp.where(counts, found, 0).max(axis=(2, 3))
-
-    return jax.lax.map(of_part, jnp.arange(columns // queries)).max(axis=0)
 
 
 def read_and_repeat(
@@ -171,8 +99,7 @@ def selections_by_repetition(
     """What KVzip keeps of prompts in each layer; all of them are `held`, from `read_everything`."""
     policy: Any = lm.method.cache  # a KVzipCache
     heads = [heads_of(lm.head_shards, layer, kept.shape[1]) for layer, kept in enumerate(held.kept)]
-    most, wanted = (policy.num_ranked_blocks(x) * policy.block_size for x in (tokens.shape[1], lengths))
-    scores = attention_to_prompts(lm, policy.repetition, held, tokens, lengths, wanted, most, backend)
+    scores = attention_to_prompts(lm, policy.repetition, held, tokens, lengths, backend)
     return policy.select_repeated(heads, scores, lengths)
 
 
@@ -182,52 +109,63 @@ def attention_to_prompts(
     held: PagedCache,
     tokens: Int[Array, "B L"],
     lengths: Int[Array, " B"],
-    wanted: Int[Array, " B"],
-    most: int,
     backend: Backend = "auto",
 ) -> Float32[Array, "layers B Hkv L"]:
-    """The most attention that each token gets while its chunk is repeated; 2 for the first `sinks`, 0 if not wanted.
+    """The most attention that each token of prompts gets while its chunk is repeated: KVzip, Algorithm 1, in float32.
 
-    `wanted` of the tokens, the first of each row, are scored, at most `most` (static); chunks without any are not
-    repeated. All prompts are `held`.
+    The first `sinks` tokens have a score of 2, as no attention passes 1. All prompts are `held`.
     """
-    batch, length = tokens.shape
-    full, layers = _holding_everything(lm), range(lm.config.num_layers)
-    chunk, sinks = repetition.chunk_tokens(length), min(repetition.sinks, length)
-    following = full.following_layout(batch, length, repetition.fed_tokens(length))
+    (batch, length), full, layers = tokens.shape, _holding_everything(lm), range(lm.config.num_layers)
+    chunk, sinks = max(1, min(repetition.chunk, length - repetition.sinks)), min(repetition.sinks, length)
+    # Token ids of the request for the first chunk and for others; negative ones count back from the chunk.
+    opening = repetition.opening + repetition.answer
+    others = (*repetition.continuing, *range(-CARRIED, 0), *repetition.answer)
+    words = jnp.asarray((*opening, *others, 0), jnp.int32)
+    following = full.following_layout(batch, length, max(len(opening), len(others)) + chunk)
     shared, own = shared_and_own(held, following, lengths)
-    columns = jnp.arange(following.window_columns * following.block_size)
-    first, chunks = own.start, repetition.num_chunks(most)
+    first, columns = own.start, jnp.arange(following.window_columns * following.block_size)
     firsts = jnp.broadcast_to(jnp.arange(sinks), (batch, sinks))
+    place = first[:, None] + columns - lengths[:, None]  # of each column, counted from the request's first token
 
     def repeat(number: Array, scores: Float32[Array, "layers B Hkv S"]) -> Float32[Array, "layers B Hkv S"]:
-        place = first[:, None] + columns - lengths[:, None]
-        ids, counts = repetition.fed(number, tokens, lengths, wanted, place)
-        ends, fed = lengths + counts, (place >= 0) & (place < counts[:, None])
         start = repetition.sinks + number * repetition.chunk
+        request = jnp.where(number == 0, len(opening), len(others))
+        word = words.at[place + jnp.where(number == 0, 0, len(opening))].get(mode="clip")
+        word = jnp.where(place < request, word, place - request)  # of the chunk, its tokens' places
+        of_prompt = jnp.take_along_axis(tokens, jnp.clip(start + word, 0, length - 1), axis=1)
+        ids = jnp.where((place < request) & (word >= 0), word, of_prompt)
+        counts = jnp.where(lengths > start, request + jnp.minimum(lengths - start, chunk), 0).astype(jnp.int32)
+        ends, fed = lengths + counts, (place >= 0) & (place < counts[:, None])
         positions = jnp.broadcast_to(start + jnp.arange(chunk), (batch, chunk))
-        there = (positions < lengths[:, None]) & (counts > 0)[:, None]
-        where = AppendedColumns(first, lengths, ends, lengths)
-        cache = own
+        there = positions < lengths[:, None]
+        where, cache = AppendedColumns(first, lengths, ends, lengths), own
+        seen = jnp.concatenate([jnp.ones(firsts.shape, bool), there, fed], axis=1)
+        mask = seen[:, None] & (jnp.arange(seen.shape[1]) - sinks - chunk <= columns[:, None])  # [B, queries, keys]
+
+        def most(q: Float[Array, "B S G d"], *k: Float[Array, "B _ d"]) -> Float32[Array, "B c"]:
+            """Over all that is fed, and over the query heads of a KV head."""
+            scores = scaled_scores("bqgd,bkd->bgqk", q, jnp.concatenate(k, axis=1))
+            found = jax.nn.softmax(jnp.where(mask[:, None], scores, MASKED), axis=-1)[..., sinks : sinks + chunk]
+            return jnp.where((fed[:, :, None] & there[:, None])[:, None], found, 0).max(axis=(1, 2))
 
         def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
             nonlocal cache
             heads = heads_of(lm.head_shards, layer, k.shape[2])
             out, cache = extend_layer(full.method.cache, layer, heads, q, k, v, shared, cache, where, backend)
             with jax.named_scope("token_scores"):
-                of_sinks, of_chunk = (_at(held.k, held, layer, of_prompt) for of_prompt in (firsts, positions))
-                found = repeated_attention(q, k, of_sinks, of_chunk, fed, there, queries=following.block_size)
-            return out, found
+                before = (_at(held.k, held, layer, of_prompt) for of_prompt in (firsts, positions))
+                return out, over_heads(most, q, *before, k)
 
         at = jnp.clip(first[:, None] + columns, 0, jnp.maximum(ends, 1)[:, None] - 1)
         _, found = lm.decoder(ids, at, attention, (None,) * len(layers))
         return jax.lax.dynamic_update_slice_in_dim(scores, jnp.stack(found), start, axis=-1)
 
+    chunks = cdiv(max(0, length - repetition.sinks), repetition.chunk)
     width = max(length, repetition.sinks + (chunks - 1) * repetition.chunk + chunk)
     ahead = jnp.where(jnp.arange(width) < sinks, AHEAD, 0).astype(jnp.float32)
     scores = jnp.broadcast_to(ahead, (len(layers), batch, held.kept[0].shape[1], width))
-    needed = jnp.max(-(-jnp.maximum(wanted - repetition.sinks, 0) // repetition.chunk))
-    return jax.lax.fori_loop(0, jnp.minimum(needed, chunks), repeat, scores)[..., :length]
+    needed = -(-jnp.maximum(lengths - repetition.sinks, 0) // repetition.chunk)
+    return jax.lax.fori_loop(0, jnp.max(needed), repeat, scores)[..., :length]
 
 
 def _at(pool: Any, held: PagedCache, layer: int, positions: Int[Array, "B n"]) -> Array:

@@ -1,4 +1,4 @@
-"""Options of all methods that are refused: the message names the option, its value and what is allowed."""
+"""Options of rivals that are refused: the message names the option, its value and what is allowed."""
 
 import re
 
@@ -31,15 +31,7 @@ VALUES = {
 REQUIRED = {"cake": {"preferences": [1]}, "duoattention": {"gates": [[1.0]]}}
 #: Method, its options (one of them is refused), and the message.
 REFUSED = [
-    ("nope", {}, r"method 'nope' is not registered: must be one of \['adakv', 'adakv-expected-attention', "),
-    ("full+nope", {}, "method 'nope' is not registered"),
-    ("full+full+full", {}, "at most two methods can be joined"),
-    ("streaming", {"sink": 3}, r"options of method 'streaming': .*'sink'; it takes \(sinks: "),
-    ("tca", {}, "options of method 'tca': missing a required argument: 'candidates'"),
-    ("full+streaming", {"sinks": 3}, "has no part \\['sinks'\\]"),
-    ("full+streaming", {"streaming": 3}, "streaming = 3: options of a part"),
     ("uniform", {"candidate": 15}, r"candidates = 15: must lie in \[0, 14\]"),
-    ("tca", {"candidates": [[0, 15]]}, r"candidates\[0\]\[1\] = 15: must lie in \[0, 14\]"),
     ("cake", {"preferences": np.ones((1, 1))}, r"preferences has shape \(1, 1\)"),
     ("cake", {"preferences": np.array(["a"])}, r"preferences has shape \(1,\), dtype <U1: must be numbers"),
     ("duoattention", {"gates": np.array([1.0, 0.0])}, r"gates has shape \(2,\): must be numbers \[layers, H_kv\]"),

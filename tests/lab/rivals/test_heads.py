@@ -1,4 +1,4 @@
-"""KVzip against a NumPy transcription of its rule: scores, selections, answers; and its form by heads."""
+"""KVzip against a NumPy transcription of its rule; its form by heads, and DuoAttention: which heads keep what."""
 
 import functools
 
@@ -12,6 +12,7 @@ from tiny import masked_greedy, random_prompt, tiny_lm, write_checkpoint
 import tca_jax
 from tca_jax import methods
 from tca_jax.lab.plots import inspection
+from tca_jax.lab.rivals.duoattention import load_gates
 from tca_jax.lab.rivals.kvzip import CONTINUING, OPENING
 from tca_jax.lab.rivals.kvzip_heads import repetition_scores
 from tca_jax.lab.rivals.repetition import Repetition, attention_to_prompts, read_everything
@@ -77,23 +78,19 @@ def test_the_models_tokenizer_words_the_request(lm, words):
 
 def test_scores_are_attention_of_repeated_chunks(lm, scores):
     model = lm.with_method("kvzip", **OPTIONS)
-    repetition, lengths = model.method.cache.repetition, jnp.array([len(p) for p in PROMPTS])
     tokens = jnp.array([np.pad(prompt, (0, 96 - len(prompt))) for prompt in PROMPTS], jnp.int32)
 
     @jax.jit
-    def run(wanted):
+    def run(tokens, lengths):
         _, held = read_everything(model, tokens, lengths)
-        return attention_to_prompts(model, repetition, held, tokens, lengths, wanted, 96)
+        return attention_to_prompts(model, model.method.cache.repetition, held, tokens, lengths)
 
-    found = np.asarray(run(lengths))
-    for row, (expected, length) in enumerate(zip(scores, lengths.tolist(), strict=True)):
+    found = np.asarray(run(tokens, jnp.array([len(p) for p in PROMPTS])))
+    for row, expected in enumerate(scores):
+        length = expected.shape[-1]
         np.testing.assert_allclose(found[:, row, :, :length], expected, rtol=5e-3, atol=2e-5)
         assert not found[:, row, :, length:].any()
         assert expected[..., 3:].max() > 2 * np.median(expected[..., 3:])
-    few = np.asarray(run(jnp.array([30, 0, 3])))  # two chunks of the first row, none of the others
-    np.testing.assert_array_equal(few[:, 0, :, :51], found[:, 0, :, :51])
-    assert not few[:, 0, :, 51:].any()
-    assert not few[:, 1:, :, 3:].any()
 
 
 def test_wordless_requests_carry_the_chunk_before():
@@ -154,3 +151,53 @@ def test_heads_keep_the_prompt_or_its_window():
         kept[layer, head, 3 : ranked_tokens(90)] = False
     assert out.tokens == [decoded(lm, PROMPTS[0], kept, 30)]
     np.testing.assert_array_equal(inspection.kept_tokens(model, PROMPTS[0]), kept)
+
+
+GATES = [[0.9, 0.1], [0.2, 0.8]]
+
+
+def by_gates(layer, head, position):
+    """Retrieval heads see everything, the others 3 sinks and the window."""
+    if GATES[layer][head] > 0.5:
+        return set(range(position + 1))
+    return set(range(max(0, position // B * B - W), position + 1)) | set(range(min(3, position + 1)))
+
+
+@pytest.mark.parametrize("prompt", [5, 71])
+def test_heads_see_what_their_kind_sees(prompt):
+    lm, ids = tiny_lm(), random_prompt(prompt, prompt)
+    model = lm.with_method("duoattention", gates=GATES, sinks=3, **GEOMETRY)
+    out = tca_jax.generate(model, ids, max_new_tokens=30, stop_token_ids=())
+    assert out.tokens == [masked_greedy(lm, ids, 30, by_gates)]
+    seen = [len(by_gates(layer, head, prompt + 28)) for layer in range(2) for head in range(2)]
+    assert out.stats.kept_share == pytest.approx(np.mean(seen) / (prompt + 29))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.72, 1.0])
+def test_the_highest_gates_are_retrieval_heads(share):
+    gates = np.random.default_rng(0).uniform(-0.1, 1.1, (5, 8))
+    retrieval = np.array(methods.get("duoattention", gates=gates, share=share).cache.retrieval)
+    assert retrieval.sum() == round(share * 40)
+    clipped = np.clip(gates, 0, 1)
+    assert clipped[retrieval].min() >= clipped[~retrieval].max(initial=0)
+    tied = methods.get("duoattention", gates=[[1, 1, 0], [2, 1, 1]], share=0.5).cache
+    assert tied.retrieval == ((True, True, False), (True, False, False))
+
+
+def test_published_gates_load(tmp_path):
+    gates = np.random.default_rng(1).uniform(-1e-4, 1, (4, 2))
+    path = tmp_path / "full_attention_heads.tsv"
+    np.savetxt(path, gates, delimiter="\t")
+    np.testing.assert_array_equal(load_gates(path), gates)
+    assert methods.get("duoattention", gates=path) == methods.get("duoattention", gates=gates)
+    for text in ("1\t2\nx\t3\n", "1\t2\n3\n", "\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"heads\.tsv: must hold rows of one length, of numbers with tabs between"):
+            load_gates(path)
+
+
+def test_capacities_of_streaming_heads_are_the_sinks():
+    cache = methods.get("duoattention", gates=GATES).cache
+    assert cache.capacities(0, 4096) == (4096 - 256, 128)
+    assert cache.growth(1, 4096, 256) == (128, 256)
+    assert cache.growth(0, 100, 100) == (0, 0)
