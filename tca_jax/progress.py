@@ -8,17 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 Report = Callable[[str, int | None, int | None], None]
 _LOG_SECONDS, _COUNT_SECONDS = 10.0, 60.0  # between two lines about the same step, and about all steps
@@ -35,12 +26,14 @@ def progress(*, log: bool = False, counted: str = "") -> Iterator[Report]:
     """
     console = Console(stderr=True)
     if not console.is_interactive:
-        yield _counts(console, counted) if counted else _steps(console) if log else lambda step, done, total: None
+        yield _lines(console, counted) if log or counted else lambda step, done, total: None
         return
-    columns: list[ProgressColumn] = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=16)]
-    columns += [MofNCompleteColumn(), TextColumn(counted)] if counted else []
-    columns += [TimeElapsedColumn(), *([TextColumn("left:"), TimeRemainingColumn()] if counted else [])]
-    with Progress(*columns, console=console, transient=True) as bar:
+    columns: list[bars.ProgressColumn] = [bars.SpinnerColumn(), bars.TextColumn("{task.description}")]
+    columns += [bars.BarColumn(bar_width=16), bars.TimeElapsedColumn()]
+    if counted:
+        columns[3:3] = [bars.MofNCompleteColumn(), bars.TextColumn(counted)]
+        columns += [bars.TextColumn("left:"), bars.TimeRemainingColumn()]
+    with bars.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
         def report(step: str, done: int | None, total: int | None) -> None:
@@ -53,33 +46,21 @@ def progress(*, log: bool = False, counted: str = "") -> Iterator[Report]:
         yield report
 
 
-def _steps(console: Console) -> Report:
-    written, last = 0.0, ""
+def _lines(console: Console, counted: str) -> Report:
+    start, written, last, first = time.monotonic(), -math.inf, "", 0
 
     def report(step: str, done: int | None, total: int | None) -> None:
-        nonlocal written, last
-        now = time.monotonic()
-        if step != last or now - written > _LOG_SECONDS:
-            share = f": {done / total:.0%}" if done and total else ""
-            console.print(f"{step}{share}", markup=False, highlight=False, soft_wrap=True)
-            written, last = now, step
-
-    return report
-
-
-def _counts(console: Console, counted: str) -> Report:
-    start, written, first = time.monotonic(), -math.inf, 0
-
-    def report(step: str, done: int | None, total: int | None) -> None:
-        nonlocal written, first
+        nonlocal written, last, first
         done, total, now = done or 0, total or 0, time.monotonic()
         first = done if written == -math.inf else first  # those were done before this run
-        if now - written > _COUNT_SECONDS or done == total:
-            left = ""
-            if first < done < total:
-                seconds = round((now - start) * (total - done) / (done - first))
-                left = f", about {datetime.timedelta(seconds=seconds)} left"
-            console.print(f"{done} of {total} {counted}{left}: {step}", markup=False, highlight=False, soft_wrap=True)
-            written = now
+        due = now - written > (_COUNT_SECONDS if counted else _LOG_SECONDS)
+        if not due and (done < total if counted else step == last):
+            return
+        left = datetime.timedelta(seconds=round((now - start) * (total - done) / max(done - first, 1)))
+        text = step + (f": {done / total:.0%}" if done and total else "")
+        if counted:
+            text = f"{done} of {total} {counted}{f', about {left} left' if first < done < total else ''}: {step}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        written, last = now, step
 
     return report
