@@ -1,7 +1,5 @@
 """Calibration over a mesh: profiles are those that one device finds."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Tiny configs of every family and RoPE type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """ModelConfig and RopeConfig read config.json as transformers does; what is not supported is named."""
 
-from __future__ import annotations
-
 import json
 import math
 

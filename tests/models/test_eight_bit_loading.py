@@ -1,7 +1,5 @@
 """Weights quantized while they are read, and checkpoints that are published in eight bits."""
 
-from __future__ import annotations
-
 import json
 
 import jax

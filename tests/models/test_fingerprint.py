@@ -1,7 +1,5 @@
 """The fingerprint follows the checkpoint, not the dtype it is loaded in."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import zlib

@@ -1,7 +1,5 @@
 """GGUF checkpoints: parameters equal those of safetensors; every type, several files, damaged and unsupported files."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import struct

@@ -3,8 +3,6 @@
 `TCA_MODELS` names a folder with smollm2.gguf, qwen-0.5b.gguf and qwen-1.5b.gguf; tests of these are skipped without.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Weights from safetensors folders: dtypes, shards, little host memory, and errors that name the file."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Projections: in chunks of tokens, of a single row, and in e4m3."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """Models on meshes: what a device holds and reads, heads in other places, and meshes that do not fit."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
