@@ -175,20 +175,29 @@ def make_plan(
         within = 1 <= length <= lm.config.max_context
         require(within, f"--lengths {length}: must lie in [1, {lm.config.max_context}], positions of {lm.name}")
     require(lm.tokenizer is not None, f"{lm.name} has no tokenizer: tasks are text")
-    chosen: dict[str, tuple[AnyTask, tuple[int, ...]]] = {}
+    chosen: dict[AnyTask, tuple[int, ...]] = {}
     skipped: list[str] = []
     for name in tasks:
-        found = [(task, *_fitting(lm, plan, task, lengths)) for task in GROUPS.get(name) or (TASKS[name],)]
-        reasons = [reason for *_, of_task in found for reason in of_task]
+        group, reasons = GROUPS.get(name) or (TASKS[name],), list[DoesNotFit]()
+        for task in group:
+            missing = [text for need in task.needs if (text := plan.sources.missing(need.partition("/")[0]))]
+            reasons += [DoesNotFit(f"{task.name}: {text}") for text in missing[:1]]
+            fitting = []
+            for length in () if missing else lengths:
+                try:
+                    task.draw(plan.drawing(lm, length, only_check=True))
+                    fitting.append(length)
+                except DoesNotFit as error:
+                    reasons.append(error)
+            chosen |= {task: tuple(fitting)} if fitting else {}
         if name in TASKS and reasons:
             raise reasons[0]
         nearest = min(reasons, key=lambda reason: reason.least or math.inf, default=None)
-        require(any(fitting for _, fitting, _ in found), f"--tasks {name}: no task of it can be run: {nearest}")
-        chosen |= {task.name: (task, fitting) for task, fitting, _ in found if fitting}
+        require(any(task in chosen for task in group), f"--tasks {name}: no task of it can be run: {nearest}")
         skipped += map(str, reasons)
-    if any(task.suite == "longbench" for task, _ in chosen.values()):
+    if any(task.suite == "longbench" for task in chosen):
         longbench.require_libraries()
-    return dataclasses.replace(plan, tasks=tuple(chosen.values()), skipped=tuple(skipped))
+    return dataclasses.replace(plan, tasks=tuple(chosen.items()), skipped=tuple(skipped))
 
 
 def plan_suite(
@@ -212,22 +221,6 @@ def plan_suite(
                 **settings,
             )
     return plans
-
-
-def _fitting(
-    lm: Encoder, plan: Plan, task: AnyTask, lengths: Sequence[int]
-) -> tuple[tuple[int, ...], list[DoesNotFit]]:
-    """Lengths at which a task can be run, and the reasons against the others."""
-    fitting, reasons = [], []
-    if missing := [text for name in task.needs if (text := plan.sources.missing(name.partition("/")[0]))]:
-        return (), [DoesNotFit(f"{task.name}: {missing[0]}")]
-    for length in lengths:
-        try:
-            task.draw(plan.drawing(lm, length, only_check=True))
-            fitting.append(length)
-        except DoesNotFit as error:
-            reasons.append(error)
-    return tuple(fitting), reasons
 
 
 #: report(job, done, total): samples done, of those to do when the run began.

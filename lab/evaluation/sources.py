@@ -17,7 +17,8 @@ from tca_jax.lab.recall.corpus import corpus
 from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS
 from tca_jax.models.json_object import read_json
 
-#: Names of the files that `Sources.complete` finds in a folder. Folders for longbench and kvpress.
+_FOLDERS = ("longbench", "kvpress")
+#: Names of the files that `Sources.complete` finds in a folder.
 FILES = {
     "essays": ("PaulGrahamEssays.json",),
     "squad": ("squad.json", "dev-v2.0.json"),
@@ -105,16 +106,15 @@ class Sources:
     def require_files(self) -> None:
         """Raises OSError or UserError unless the named files and folders exist."""
         for name, path in vars(self).items():
-            if isinstance(path, Path) and name in ("longbench", "kvpress"):
+            if isinstance(path, Path) and name in _FOLDERS:
                 require(path.is_dir(), f"--{name} {path}: must be a folder")
             elif isinstance(path, Path):
                 path.open("rb").close()
 
     def missing(self, name: str) -> str | None:
         """The reason why a task cannot use a source; None if it can."""
-        if name in ("squad", "hotpotqa", "longbench", "kvpress") and getattr(self, name) is None:
-            return f"needs --{name} {'FILE' if name in ('squad', 'hotpotqa') else 'DIR'}"
-        return None
+        lacks = name in ("squad", "hotpotqa", *_FOLDERS) and getattr(self, name) is None
+        return f"needs --{name} {'DIR' if name in _FOLDERS else 'FILE'}" if lacks else None
 
     @functools.cached_property
     def essay_words(self) -> list[str]:

@@ -133,7 +133,7 @@ def tune(
     measure = Measure(lm, texts, config, profile)
     path = folder / f"{_TCA}.json"
     if not path.exists():
-        built = builder.build_within(MethodSpec(_TCA, ((_TCA, {}),)), kv_share, measure.sizes)
+        built = builder.build_within(parse_methods(_TCA)[0], kv_share, measure.sizes)
         _write(path, _TCA, _TCA, [{"spec": _TCA, **measure(built.lm)}], seconds)
     attended = read_json_object(path)["trials"][0]["attended_share"]
     found: list[MethodSpec] = []
@@ -173,9 +173,10 @@ class Measure:
         self._probed = [text for text in probed_texts(lm, texts, None, config) if text.segments]
         self.sizes = CallSizes(max(map(len, texts)))
         row0 = {"config": config, "candidates": np.zeros_like(profile.candidates)}
-        full, self._inside, _ = self._losses(lm.with_method(BASELINE))
-        _, row0_inside, _ = self._losses(lm.with_method(_TCA, **row0), answers=False)
-        of_row0, _, _ = self._losses(lm.with_method(_TCA, **row0, readings=profile.readings), inside=False)
+        self._inside, _ = self._read(lm.with_method(BASELINE))
+        row0_inside, _ = self._read(lm.with_method(_TCA, **row0))
+        full = self._asked(lm.with_method(BASELINE))
+        of_row0 = self._asked(lm.with_method(_TCA, **row0, readings=profile.readings))
         noise = worth.standard_error(np.concatenate(self._inside) - np.concatenate(row0_inside))
         rise = worth.mean_loss(row0_inside) - worth.mean_loss(self._inside)
         self._read_tolerance = max(config.read_tolerance * rise, worth.LEAST) if worth.is_sure(rise, noise) else np.inf
@@ -189,7 +190,7 @@ class Measure:
 
     def __call__(self, lm: LM) -> dict[str, float]:
         """Excesses in units of their tolerances, the largest as "excess"; losses in nats per token; shares."""
-        losses, inside, attended = self._losses(lm)
+        losses, (inside, attended) = self._asked(lm), self._read(lm)
         reading = (worth.mean_loss(inside) - worth.mean_loss(self._inside)) / self._read_tolerance
         lost = self._answers.lost(losses) if worth.is_informative(len(self._answers.kinds)) else 0.0
         following = losses[self._following]
@@ -209,21 +210,20 @@ class Measure:
         """Mean attended share of the texts."""
         return float(np.mean([np.asarray(prefill(lm, [ids]).attended_share)[0] for ids in self._texts]))
 
-    def _losses(
-        self, lm: LM, *, inside: bool = True, answers: bool = True
-    ) -> tuple[np.ndarray, list[np.ndarray], float]:
-        """Loss of the token after each column of the probes, 0 at a probe's last; losses inside the texts; share."""
-        first, columns = self._config.window + self._config.block_size, [np.zeros(0)]
-        scores = [score(lm, [ids]) for ids in self._texts] if inside else []
-        for text in self._probed if answers else ():
+    def _read(self, lm: LM) -> tuple[list[np.ndarray], float]:
+        """Losses inside the texts, and the mean attended share."""
+        first, scores = self._config.window + self._config.block_size, [score(lm, [ids]) for ids in self._texts]
+        share = float(np.mean([each.attended_share[0] for each in scores]))
+        return [-each.logprobs[0][first:] for each in scores], share
+
+    def _asked(self, lm: LM) -> np.ndarray:
+        """Loss of the token after each column of the probes, 0 at a probe's last."""
+        columns = [np.zeros(0)]
+        for text in self._probed:
             asked = [list(probe.ids) for probe in text.segments]
             logprobs = score_answers(lm, [list(text.ids)], [asked]).logprobs[0]
             columns += [np.append(-of_probe[1:], 0.0) for of_probe in logprobs]
-        return (
-            np.concatenate(columns).astype(np.float32),
-            [-each.logprobs[0][first:] for each in scores],
-            float(np.mean([each.attended_share[0] for each in scores] or [0.0])),
-        )
+        return np.concatenate(columns).astype(np.float32)
 
 
 def _search(

@@ -90,11 +90,6 @@ def draw(encoder, files):
     return draw
 
 
-def parts(sample):
-    prompt = sample.prompts["prefix"]
-    return prompt.document, prompt.question, prompt.lead
-
-
 @pytest.mark.parametrize("name", RULER)
 def test_ruler_prompts_fill_their_length(draw, encoder, name):
     length, three = PROMPTS[name][0], draw(name, count=3)
@@ -116,13 +111,14 @@ def test_ruler_prompts_keep_their_text(draw, files, name, tmp_path, own_words):
     essays = tmp_path / "essay.json"  # shorter than a haystack
     essays.write_text(json.dumps({"text": "One  thing. Another thing!\n A third? " * 9}))
     samples = draw(name, sources=dataclasses.replace(files, essays=essays))
-    assert digest(part for sample in samples for part in (*parts(sample), *sample.references)) == PROMPTS[name][1]
+    texts = []
     for sample in samples:
-        document, question, _ = parts(sample)
+        prompt, late = sample.prompts["prefix"], sample.prompts["late"]
+        texts += [prompt.document, prompt.question, prompt.lead, *sample.references]
         for reference, depth in zip(sample.references, sample.depths, strict=bool(sample.depths)):
-            assert document[round(depth * len(document)) :].startswith(reference)
-        late = sample.prompts["late"]
-        assert (late.document, late.question, late.lead) == (document, question, "")
+            assert prompt.document[round(depth * len(prompt.document)) :].startswith(reference)
+        assert (late.document, late.question, late.lead) == (prompt.document, prompt.question, "")
+    assert digest(texts) == PROMPTS[name][1]
 
 
 def test_unfit_question_files_are_refused(draw, tmp_path):
@@ -166,18 +162,13 @@ def test_longbench_prompts_keep_their_text(drawn):
 
 
 def test_long_documents_lose_their_middle(encoder, drawn):
-    sample = drawn("multifieldqa_en", length=1000)[2]
-    prompt = sample.prompts["prefix"]
+    samples = drawn("multifieldqa_en", length=1000)
+    assert longbench.by_length(samples, [0.5, 1.0, 0.25]) == {"0-4k": 50.0, "4-8k": 100.0, "8k+": 25.0}
+    prompt = samples[2].prompts["prefix"]
     assert 900 < len(prompt.encode(encoder)) + 64 <= 1000
     assert "start 2 {word}" in prompt.document
     assert prompt.document.endswith("{word} end 2")
     assert prompt.question.endswith("Question: {question} 2\nAnswer:")
-
-
-def test_scores_are_grouped_by_length(drawn):
-    samples = drawn("qasper")
-    assert longbench.by_length(samples, [0.5, 1.0, 0.25]) == {"0-4k": 50.0, "4-8k": 100.0, "8k+": 25.0}
-    assert longbench.by_length(samples[:1], [0.5]) == {"0-4k": 50.0}
 
 
 def test_unfit_longbench_files_are_named(encoder, tmp_path, monkeypatch):
