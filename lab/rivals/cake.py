@@ -23,7 +23,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
@@ -153,13 +153,7 @@ def layer_preferences(
 
 
 @functools.partial(attention_program, static=("observation",), donate=True, outputs=(SAME, SECOND_HEADS))
-def _spread_layer(
-    q: Float[Array, "1 L Hq d"],
-    k: Float[Array, "1 L Hkv d"],
-    v: Float[Array, "1 L Hkv d"],
-    lengths: Int32[Array, " 1"],
-    observation: int,
-) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, "1 Hkv 2"]]:
+def _spread_layer(q: Array, k: Array, v: Array, lengths: Array, observation: int) -> tuple[Array, Array]:
     """Full attention; of the observing queries of each KV head, the entropy over tokens and the variance, summed."""
 
     def of_head(q: Float[Array, "1 O G d"], k: Float[Array, "1 L d"]) -> Float32[Array, "1 2"]:

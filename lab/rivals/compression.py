@@ -146,11 +146,7 @@ def without_subnormals(scores: Float32[Array, "*s"]) -> Float32[Array, "*s"]:
 
 
 def divided(
-    scores: Scores,
-    ranked: Bool[Array, "B 1 L"],
-    wanted: Int[Array, " B"],
-    heads: Heads,
-    least: Int[Array, " B"],
+    scores: Scores, ranked: Bool[Array, "B 1 L"], wanted: Int[Array, " B"], heads: Heads, least: Int[Array, " B"]
 ) -> Int32[Array, "B Hkv"]:
     """How many of the highest scores of several heads together are each head's; of equal scores the lower head's first.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
@@ -126,13 +126,8 @@ def search_patterns(
 
 @functools.partial(attention_program, static=("candidates", "first_query"), donate=True, outputs=(SAME, HEADS))
 def _search_layer(
-    q: Float[Array, "1 L Hq d"],
-    k: Float[Array, "1 L Hkv d"],
-    v: Float[Array, "1 L Hkv d"],
-    lengths: Int32[Array, " 1"],
-    candidates: tuple[HeadPattern, ...],
-    first_query: int,
-) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, "Hq P"]]:
+    q: Array, k: Array, v: Array, lengths: Array, candidates: tuple[HeadPattern, ...], first_query: int
+) -> tuple[Array, Array]:
     """Full attention, and what its heads keep under each candidate."""
     scores = pattern_scores(q, k, lengths, candidates, first_query)[0]
     return causal_attention(q, k, v, lengths), scores

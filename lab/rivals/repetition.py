@@ -42,20 +42,12 @@ class Repetition:
 
     def worded(self, opening: str, continuing: str, wording: Wording | None) -> Repetition:
         """The same in words of a model; without words for None."""
-        if wording is None:
-            return Repetition(self.chunk, self.sinks)
-        ids = wording.ids(opening), wording.ids(continuing), wording.before_answer()
+        ids = () if wording is None else (wording.ids(opening), wording.ids(continuing), wording.before_answer())
         return Repetition(self.chunk, self.sinks, *ids)
 
 
 def read_and_repeat(
-    lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    layout: CacheLayout,
-    *,
-    keep_hidden: bool = False,
-    backend: Backend = "auto",
+    lm: LM, tokens: Array, lengths: Array, layout: CacheLayout, *, keep_hidden: bool = False, backend: Backend = "auto"
 ) -> Read:
     """`read_prompts` of a model under KVzip; the arguments are the same."""
     read, held = read_everything(lm, tokens, lengths, keep_hidden=keep_hidden, backend=backend)
@@ -74,12 +66,7 @@ def read_and_repeat(
 
 
 def read_everything(
-    lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    *,
-    keep_hidden: bool = False,
-    backend: Backend = "auto",
+    lm: LM, tokens: Array, lengths: Array, *, keep_hidden: bool = False, backend: Backend = "auto"
 ) -> tuple[Read, PagedCache]:
     """`read_prompts` with a cache of all tokens in the model's dtype, and that cache."""
     full = _holding_everything(lm)
