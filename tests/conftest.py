@@ -50,7 +50,6 @@ FIRST = (
     "engine/test_mesh.py",
     "engine/test_contexts.py",
     "engine/test_eight_bits.py",
-    "engine/test_mesh_contexts.py",
     "lab/benchmarks/test_commands.py",
 )
 #: Files and folders of tests/ that run whole commands, examples, trained models, several processes or meshes, or all
@@ -58,9 +57,6 @@ FIRST = (
 INTEGRATION = (
     "calibrate/test_mesh.py",
     "engine/test_mesh.py",
-    "engine/test_mesh_contexts.py",
-    "engine/test_mesh_kernels.py",
-    "engine/test_mesh_pools.py",
     "engine/test_several_gpus.py",
     "lab/benchmarks",
     "lab/evaluation/test_answering.py",

@@ -13,7 +13,7 @@ from paged import kept_tokens, local_tokens, read_layer
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine import cache as cache_module
-from tca_jax.engine.cache import CacheLayout, memory_bytes, with_rows_repeated
+from tca_jax.engine.cache import CacheLayout, memory_bytes
 from tca_jax.engine.contexts import first_local
 from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import rows_with_leaving_block
@@ -172,18 +172,6 @@ def test_shared_and_own_equal_one_cache(prompts):
         np.testing.assert_array_equal(kept_tokens(both, row, head), kept_tokens(whole, row, head))
         positions = np.arange(int(both.start[row]), prompts[row] + 30)
         np.testing.assert_array_equal(local_tokens(both, row, positions), local_tokens(whole, row, positions))
-
-
-def test_repeated_rows_have_their_own_pages():
-    lengths, candidates = np.array([64, 59], np.int32), (4, DENSE)
-    method = method_of(candidates)
-    cache = read(method, plan(candidates, 2, 64), lengths, _qkv(1, 2, 64))
-    rows = jax.jit(with_rows_repeated, static_argnums=1)(cache, plan(candidates, 6, 64))
-    assert len(np.unique(rows.tables[0])) >= rows.k.shape[0]
-    for row, head in np.ndindex(6, 2):
-        np.testing.assert_array_equal(kept_tokens(rows, row, head), kept_tokens(cache, row // 3, head))
-        positions = np.arange(int(rows.start[row]), int(lengths[row // 3]))
-        np.testing.assert_array_equal(local_tokens(rows, row, positions), local_tokens(cache, row // 3, positions))
 
 
 @dataclasses.dataclass(frozen=True)

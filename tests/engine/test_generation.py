@@ -1,6 +1,7 @@
-"""Generation: against a dense reference, batches, stopping, streaming, statistics, compilation counts."""
+"""Generation: against a dense reference, batches, stopping, statistics, compilation counts, prompts read in parts."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 from tiny import CONFIG, TCA, greedy_reference, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.engine.prompts import bucket_length
+from tca_jax.engine.prompts import bucket_length, pad_tokens
+from tca_jax.engine.read import begin_reading, end_reading, read_layers, read_prompts
 
 DENSE = TCA.num_candidates
 UNEQUAL = [[0, 6], [DENSE, 3]]
@@ -22,15 +24,21 @@ def lm():
 
 
 @pytest.mark.parametrize(
-    ("length", "candidates"),
+    ("length", "candidates", "kv"),
     [
-        pytest.param(length, candidates, marks=[] if (length, candidates) in QUICK else pytest.mark.slow)
-        for length in (1, 63, 64, 101)
-        for candidates in (None, UNEQUAL, [[0] * 2] * 2)
+        *((*case, None) for case in QUICK),
+        *(pytest.param(*case, "fp8", marks=pytest.mark.integration) for case in ((15, None), (101, UNEQUAL))),
+        *(
+            pytest.param(length, candidates, None, marks=pytest.mark.slow)
+            for length in (1, 63, 64, 101)
+            for candidates in (None, UNEQUAL, [[0] * 2] * 2)
+            if (length, candidates) not in QUICK
+        ),
     ],
 )
-def test_greedy_tokens_equal_a_dense_reference(lm, length, candidates):
-    model = lm if candidates is None else with_candidates(lm, candidates)
+def test_greedy_tokens_equal_a_dense_reference(lm, length, candidates, kv):
+    model = dataclasses.replace(lm, kv=kv)
+    model = model if candidates is None else with_candidates(model, candidates)
     prompt = random_prompt(length, length)
     expected, _ = greedy_reference(model, prompt, 36)  # long enough for several blocks to leave the window
     out = tca_jax.generate(model, prompt, max_new_tokens=36, stop_token_ids=())
@@ -123,3 +131,35 @@ def test_a_stop_token_ends_its_row_alone(lm):
         stop_tokens=(stop,),
     )
     assert raw[0, first + 1 :].tolist() == [lm.pad_token_id] * (29 - first)
+
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def layered():
+    return tiny_lm(config=dataclasses.replace(CONFIG, num_layers=LAYERS))
+
+
+def under(layered, name):
+    if name == "tca":
+        return with_candidates(layered, [[0, 5], [9, 13], [14, 2]])
+    options = {"adakv": {"share": 0.4, "observation": 16, "block_size": 8, "window": 16}}
+    return layered.with_method(name, **options.get(name, {}))
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["tca", pytest.param("full", marks=pytest.mark.integration), pytest.param("adakv", marks=pytest.mark.slow)],
+)
+def test_parts_give_what_one_program_gives(layered, method):
+    layered = under(layered, method)
+    tokens, lengths = pad_tokens([random_prompt(0, 90), random_prompt(1, 61)])
+    layout = layered.cache_layout(*tokens.shape)
+    whole = jax.jit(functools.partial(read_prompts, layout=layout))(layered, tokens, lengths)
+    begun = jax.jit(functools.partial(begin_reading, layout=layout))(layered, tokens, lengths)
+    for layers in ((0, 1), (1, LAYERS)):
+        begun = jax.jit(functools.partial(read_layers, layers=layers, layout=layout))(layered, *begun)
+    parts = jax.jit(end_reading)(layered, *begun)
+    assert (parts.attended_share < 1).all() == (method == "tca")
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), parts, whole)

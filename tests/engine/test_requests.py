@@ -1,4 +1,4 @@
-"""What a call of generation can be asked for beyond tokens, and what it refuses before anything is compiled."""
+"""What a call of generation or scoring can be asked for beyond tokens."""
 
 import dataclasses
 import inspect
@@ -15,6 +15,7 @@ from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_che
 import tca_jax
 from tca_jax.engine import generation
 from tca_jax.engine import request as request_module
+from tca_jax.engine.score import score_answers
 from tca_jax.models.decoder import Decoder
 
 
@@ -173,21 +174,22 @@ def test_the_first_complete_stop_string_ends_an_answer(lm, text, stop, least, to
     ],
 )
 def test_pieces_never_repeat(lm, parts, stop, monkeypatch):
+    answers = inspect.unwrap(request_module.Request.answers)
     request = request_of(lm, parts, stop)
-    states = iter([state_after(step, parts) for step in range(1, len(parts) + 1)])
-    answers = inspect.unwrap(type(request).answers)
-    for name, stand_in in {
-        "start": lambda self: next(states),
-        "prepare_step": lambda self, state: None,
-        "advance": lambda self, state, steps: next(states),
-        "is_finished": lambda self, state: int(state.step[0]) == len(parts),
-        "steps": lambda self, state: int(state.step[0]),
-        "answers": answers,
-    }.items():
-        monkeypatch.setattr(request_module.Request, name, stand_in)
+    stand_in = types.SimpleNamespace(
+        rows=1,
+        stop=stop,
+        lm=lm,
+        decode_seconds=0,
+        start=lambda: 1,
+        prepare_step=lambda step: None,
+        advance=lambda step, steps: step + 1,
+        is_finished=lambda step: step == len(parts),
+        steps=lambda step: step,
+        answers=lambda step: answers(request, state_after(step, parts)),
+    )
     monkeypatch.setattr(generation, "output_of", lambda request, state: None)
-    monkeypatch.setattr(generation, "_STREAM_SECONDS", 0.0)
-    pieces = inspect.unwrap(generation._pieces)(request, single=True)
+    pieces = inspect.unwrap(generation._pieces)(stand_in, single=True)
     assert "".join(pieces) == b"".join(parts).decode(errors="replace")
 
 
@@ -260,3 +262,44 @@ def test_numbers_of_numpy_are_taken(lm):
     greedy = tca_jax.generate(lm, prompt, max_new_tokens=5)
     assert generate(lm, prompt, max_new_tokens=5, temperature=jnp.float32(0)).tokens == greedy.tokens
     assert generate(lm, prompt, max_new_tokens=5, temperature=1e-40).tokens == greedy.tokens
+
+
+PROMPTS = [random_prompt(0, 61), random_prompt(1, 40)]
+OPTIONS = {"max_new_tokens": 11, "stop_token_ids": (), "logprobs": True}
+
+
+@pytest.fixture(scope="module")
+def full():
+    return tiny_lm()
+
+
+@pytest.fixture(scope="module")
+def unequal(full):
+    return with_candidates(full, [[0, 6], [TCA.num_candidates, 3]])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["full", "unequal"])
+def test_greedy_answers_have_their_log_probabilities(name, request):
+    lm = request.getfixturevalue(name)
+    out = tca_jax.generate(lm, PROMPTS, **OPTIONS)
+    other = [(token + 1) % 97 for token in out.tokens[0]]
+    scores = score_answers(lm, PROMPTS, [[out.tokens[0], other], [other[:4], out.tokens[1]]])
+    np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
+    np.testing.assert_allclose(scores.logprobs[1][1], out.logprobs[1], atol=2e-4)
+    assert scores.greedy == [[True, False], [False, True]]
+    single = score_answers(lm, PROMPTS, [[out.tokens[0][:1]], [out.tokens[1][:1]]])
+    np.testing.assert_allclose([row[0][0] for row in single.logprobs], [row[0] for row in out.logprobs], atol=2e-4)
+    assert single.greedy == [[True], [True]]
+    assert [[len(of_answer) for of_answer in row] for row in scores.logprobs] == [[11, 11], [4, 11]]
+
+
+def test_answers_score_behind_a_context(unequal):
+    context = tca_jax.prefill(unequal, random_prompt(4, 101))
+    questions = [random_prompt(5, 3), random_prompt(6, 12)]
+    out = tca_jax.generate(unequal, questions, context=context, **OPTIONS)
+    other = [(token + 1) % 97 for token in out.tokens[0]]
+    scores = score_answers(unequal, questions, [[out.tokens[0], other], [out.tokens[1], other]], context=context)
+    np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
+    np.testing.assert_allclose(scores.logprobs[1][0], out.logprobs[1], atol=2e-4)
+    assert scores.greedy == [[True, False], [True, False]]
