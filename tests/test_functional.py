@@ -141,30 +141,6 @@ def _inputs(tokens=70):
     return tuple(map(jnp.asarray, qkv(0, 2, tokens, 4, 2, 8)))
 
 
-@pytest.mark.parametrize(("window", "candidates"), [(72, [3, 14]), (16, [14, 14])], ids=["wide window", "dense heads"])
-def test_exact_attention(window, candidates):
-    q, k, v = _inputs()
-    config, lengths = TCAConfig(block_size=8, window=window), np.array([70, 41], np.int32)
-    out = attend(q, k, v, np.array(candidates), lengths, config)
-    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    for row, n in enumerate(lengths):
-        np.testing.assert_allclose(out[row, :n], expected[row, :n], atol=2e-5)
-    kept = np.asarray(select(last_queries(q, lengths), k, np.array(candidates), lengths, config)).sum(axis=-1)
-    ranked = [max(0, 8 * (n // 8) - window) for n in lengths.tolist()]
-    np.testing.assert_array_equal(kept, np.repeat(ranked, 2).reshape(2, 2))
-
-
-@pytest.mark.parametrize("tokens", [1, 70])
-def test_one_token_returns_its_value(tokens):
-    q, k, v = _inputs(tokens)
-    one = np.ones(2, np.int32)
-    out = np.asarray(attend(q, k, v, one, one, SMALL))
-    np.testing.assert_allclose(out[:, 0], v[:, 0].repeat(2, axis=1), rtol=1e-6)
-    assert not out[:, 1:].any()
-    assert not np.any(select(q[:, 0], k, one, one, SMALL))
-    np.testing.assert_array_equal(calibration_scores(q, k, one, SMALL), np.ones((2, 2, DENSE + 1)))
-
-
 def test_ties_keep_the_lowest_positions_and_blocks():
     k = np.zeros((1, 64, 1, 4), np.float32)
     q_last, lengths = np.ones((1, 1, 4), np.float32), np.array([64], np.int32)

@@ -144,17 +144,6 @@ def test_pages_hold_local_and_selected_tokens(length):
         )
 
 
-def test_nothing_kept_takes_no_pages():
-    class Forgetful(Greedy):
-        def growth(self, layer, prompt_tokens, new_tokens):
-            return 0
-
-    assert CacheLayout.plan_following(Forgetful(), 1, 2, 1, 64, 40).kept_pages == (((0, 0),),)
-    behind = CacheLayout.plan_following(method_of((4, DENSE)).cache, 1, 2, 1, 64, 0)
-    assert behind.kept_pages == (((0, 0),),)  # the only new token is never fed
-    assert CacheLayout.plan_following(method_of((4, DENSE)).cache, 1, 2, 1, 64, 9).kept_pages == (((1, 2),),)
-
-
 @pytest.mark.parametrize("prompts", [(64, 59), (41, 40), (7, 12)])
 def test_shared_and_own_equal_one_cache(prompts):
     lengths, candidates = np.array(prompts, np.int32), (4, DENSE)
