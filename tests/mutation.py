@@ -31,6 +31,8 @@ CORE = {
     "tca_jax/engine": ("engine", "methods"),
     "tca_jax/methods": ("methods", "engine"),
 }
+#: Tests of the whole core.
+OF_ALL = ("test_functional.py", "test_refusals.py")
 #: What only a GPU or several devices run.
 LEFT_OUT = re.compile(r"mosaic|cudnn|mesh|shard|parallel|triton_call")
 #: Lines that say how a kernel is run, and nothing of what it computes.
@@ -91,6 +93,7 @@ def nearest_tests(path: Path) -> list[Path]:
     folder = next(folder for folder in CORE if path.is_relative_to(folder))
     name = path.parent.name if folder == "pallas_kernels" and path.parent.name != folder else path.stem
     found = [each for near in CORE[folder] for each in sorted((ROOT / "tests" / near).rglob("test_*.py"))]
+    found += [ROOT / "tests" / each for each in OF_ALL]
 
     def distance(test: Path) -> tuple[bool, bool]:
         return name not in str(test), not re.search(rf"\b{name}\b", test.read_text())
