@@ -29,6 +29,8 @@ from tca_jax.models.sharding import parameter_specs
 HEADS, THIRD_HEADS = PartitionSpec(MODEL), PartitionSpec(None, None, MODEL)
 #: What `layer_program` makes.
 LayerProgram = Callable[..., Any]
+#: A figure of each token from the last layer's stream: `measure(decoder, x [1, n, D], targets [1, n]) -> [1, n]`.
+Measure = Callable[[Decoder, Array, Array], Array]
 
 
 class _Shards(NamedTuple):
@@ -187,15 +189,33 @@ class LayerPass:
         **static: Any,
     ) -> Float64[np.ndarray, "layers Hkv"]:
         """Derivative of the weighted sum of losses by the gates of all heads, once all layers have run."""
-        cotangent = self._of_decoder(_loss_slope, self._x, self.targets, jnp.asarray(weights)[None])
-        found = list[np.ndarray]()
+        found = [
+            self._lm.in_model_order(number, on_host(slope).astype(np.float64))
+            for number, slope in self.backward(program, arrays, inputs, weights, _negative_logprobs, **static)
+        ]
+        return np.stack(found[::-1])
+
+    def backward(
+        self,
+        program: LayerProgram,  # takes the derivative by the stream after a layer, then the layer's inputs
+        arrays: Callable[[int], tuple[Any, ...]],
+        inputs: list[Array],  # the stream in front of every layer; empty in the end
+        weights: Float32[np.ndarray, " P"],
+        measure: Measure,
+        **static: Any,
+    ) -> Iterator[tuple[int, Any]]:
+        """Derivatives of a weighted sum over tokens, last layer first; yields each layer's number and measurements.
+
+        The program returns the derivative by the stream in front of the layer, and its measurements.
+        """
+        output = functools.partial(_output_slope, measure=measure)
+        cotangent = self._of_decoder(output, self._x, self.targets, jnp.asarray(weights)[None])
         for number in reversed(range(len(self._layers))):
-            cotangent, slope = self._of_layer(
+            cotangent, measured = self._of_layer(
                 number, program, cotangent, inputs.pop(), *self._angles, *arrays(number), **static
             )
-            found.append(self._lm.in_model_order(number, on_host(slope).astype(np.float64)))
+            yield number, measured
             self._step()
-        return np.stack(found[::-1])
 
     def _of_layer(self, number: int, program: LayerProgram, *arrays: Any, **static: Any) -> Any:
         graphdef, weights = self._layers[number]
@@ -232,14 +252,25 @@ def _embed(
 @layer_program
 def _losses(decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]) -> Float32[Array, "1 P"]:
     """Loss in nats of the token after each position, from the last layer's residual stream."""
+    return _negative_logprobs(decoder, x, targets)
+
+
+def _negative_logprobs(
+    decoder: Decoder, x: Float[Array, "1 n D"], targets: Int32[Array, "1 n"]
+) -> Float32[Array, "1 n"]:
     return -logprobs_of_hidden(decoder, decoder.norm(x), targets)
 
 
-@functools.partial(layer_program, derives=True)
-def _loss_slope(
-    decoder: Decoder, x: Float[Array, "1 L D"], targets: Int32[Array, "1 L"], counted: Float32[Array, "1 L"]
+@functools.partial(layer_program, static=("measure",), derives=True)
+def _output_slope(
+    decoder: Decoder,
+    x: Float[Array, "1 L D"],
+    targets: Int32[Array, "1 L"],
+    counted: Float32[Array, "1 L"],
+    *,
+    measure: Measure,
 ) -> Float[Array, "1 L D"]:
-    """Gradient of a weighted sum of token losses with respect to the last layer's residual stream."""
+    """Gradient of a weighted sum over tokens with respect to the last layer's residual stream."""
     (graphdef, weights), length, vocabulary = nnx.split(decoder), x.shape[1], decoder.config.vocab_size
     chunk = max(1, min(length, _LOGIT_ELEMENTS // vocabulary))
 
@@ -249,12 +280,7 @@ def _loss_slope(
 
     def of_chunk(part: tuple[Array, Array, Array]) -> Array:
         x, targets, counted = part
-
-        def loss(x: Array) -> Array:
-            decoder = nnx.merge(graphdef, weights)
-            return -(logprobs_of_hidden(decoder, decoder.norm(x), targets) * counted).sum()
-
-        return jax.grad(loss)(x)
+        return jax.grad(lambda x: (measure(nnx.merge(graphdef, weights), x, targets) * counted).sum())(x)
 
     slopes = jax.lax.map(of_chunk, (chunks(x), chunks(targets), chunks(counted)))
     return slopes.reshape(1, -1, x.shape[2])[:, :length]

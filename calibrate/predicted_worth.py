@@ -1,0 +1,218 @@
+"""Predicted worth: a linear map of the hidden state for each KV head, fitted in closed form (DESIGN 2.3 and 2.7)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from tca_jax.calibration.repetition import (
+    CHUNK,
+    TARGETS,
+    LayerInputs,
+    chat_frame,
+    read_inputs,
+    repetition_request,
+    repetition_rows,
+    repetition_targets,
+)
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import on_host
+from tca_jax.engine.prompts import Prompt, encode_prompts
+from tca_jax.errors import UserError, require
+
+RIDGE = 3e-3  # of the Gram matrix's diagonal
+FLOOR = 1e-7  # of targets, before their logarithms
+SHARES = np.geomspace(1e-3, 1, 301)  # kept shares whose thresholds a fit holds
+#: Map of a head that has none: it selects nothing.
+_NOTHING = -1e9
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class WorthMaps:
+    """Maps of hidden states to predicted logarithms of a target, for each KV head."""
+
+    maps: Float32[np.ndarray, "layers Hkv D1"]  # the last entry is the constant
+    thresholds: Float32[np.ndarray, " 301"]  # of predictions that the share `SHARES` of all heads' tokens reach
+    head_weights: Float32[np.ndarray, "layers Hkv"]  # mean of |dm/do| |v|, geometric mean 1
+    correlation: Float32[np.ndarray, "layers Hkv"]  # of predictions and targets, on texts that were not fitted
+    shares: Float32[np.ndarray, "layers Hkv"]  # of each head's tokens above the threshold of share 0.2
+
+    def threshold(self, share: float) -> float:
+        """The prediction that `share` of all heads' tokens reach, on texts that were not fitted; -inf for 1."""
+        require(0 < share <= 1, f"share = {share}: must be in (0, 1]")
+        if share == 1:
+            return -np.inf
+        return float(np.interp(np.log(share), np.log(SHARES), self.thresholds))
+
+    def save(self, path: Path) -> None:
+        """Writes the arrays of all fields to an .npz file."""
+        np.savez(path, **dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> WorthMaps:
+        """Reads what `save` wrote."""
+        with np.load(path) as arrays:
+            return cls(**{field.name: arrays[field.name] for field in dataclasses.fields(cls)})
+
+
+def pack_texts(lm: LM, texts: Sequence[Prompt], count: int, tokens: int) -> list[list[int]]:
+    """Token ids of `count` texts of `tokens` each: shorter texts are packed, longer ones cut.
+
+    Each one begins as a user's text in the chat template does.
+
+    Raises:
+        ValueError: the texts have too few tokens; says how many are missing.
+    """
+    opening, packed, text = chat_frame(lm)[0], list[list[int]](), list[int]()
+    size = tokens - len(opening)
+    for ids in encode_prompts(lm, list(texts), "texts"):
+        text = [*text, *ids][:size]
+        if len(text) == size:
+            packed.append([*opening, *text])
+            text = []
+        if len(packed) == count:
+            return packed
+    missing = (count - len(packed)) * size - len(text)
+    raise UserError(f"texts have {missing:,} tokens too few for {count} texts of {tokens:,}: pass more, or fewer texts")
+
+
+def fit_worth(
+    lm: LM,
+    texts: Sequence[Sequence[int]],
+    *,
+    targets: Sequence[str] = TARGETS[:1],
+    chunk: int = CHUNK,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, WorthMaps]:
+    """Fits maps for each of `targets` on the first half of the texts; measures them on the others.
+
+    Args:
+        lm: The model, on one device, with any profile.
+        texts: Token ids of at least two texts, of `pack_texts`.
+        targets: Names of `TARGETS`, which share passes and Gram matrices.
+        chunk: Tokens that are repeated at once.
+        progress: Called with the stage, the texts done and their number.
+
+    Raises:
+        ValueError: fewer than two texts; a text shorter than two chunks; a target that does not exist; a mesh; a text
+            and its repetition pass the model's positions.
+    """
+    unknown = sorted(set(targets) - set(TARGETS))
+    require(not unknown, f"targets has {unknown}: must be of {list(TARGETS)}")
+    require(len(texts) >= 2, f"texts has {len(texts)}: must be at least 2, one to fit and one to measure")
+    shortest, longest, request = min(map(len, texts)), max(map(len, texts)), repetition_request(lm)
+    require(shortest >= 2 * chunk, f"texts has one of {shortest} tokens: must be at least {2 * chunk}, two chunks")
+    end = longest + repetition_rows(texts[0], request, chunk)[0].shape[1]
+    most = lm.config.max_context
+    require(
+        end <= most, f"texts has one of {longest} tokens: must be at most {most - end + longest}, for its repetition"
+    )
+    fitted = len(texts) // 2
+    sums = [_Sums.zeros(lm.config.hidden_size, lm.config.num_kv_heads * len(targets))] * lm.config.num_layers
+    weights = np.zeros((lm.config.num_layers, lm.config.num_kv_heads))
+    places = np.array([TARGETS.index(name) for name in targets])
+    for done, ids in enumerate(texts[:fitted]):
+        layers = read_inputs(lm, ids)
+        for number, (values, weight) in repetition_targets(lm, ids, layers, request, chunk):
+            sums[number] = _add(sums[number], layers[number].x[0, : len(ids)], values[places, :, : len(ids)])
+            weights[number] += on_host(weight)
+        progress("fit", done + 1, fitted)
+    maps = _finite(on_host(jnp.stack([_solve(each) for each in sums])))
+    maps = maps.reshape(len(sums), len(targets), -1, maps.shape[-1])
+    measured = [_Measured() for _ in targets]
+    for done, ids in enumerate(texts[fitted:]):
+        layers = read_inputs(lm, ids)
+        for number, (values, _) in repetition_targets(lm, ids, layers, request, chunk):
+            logs = on_host(_logs(values[places, :, : len(ids)]))
+            for target, of_target in enumerate(measured):
+                predicted = on_host(predict(maps[number, target], layers[number].x))[:, : len(ids)]
+                of_target.add(number, logs[target], predicted)
+        progress("measure", done + 1, len(texts) - fitted)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        weights /= np.exp(np.mean(np.log(weights[weights > 0])))
+    return {
+        name: of_target.maps(maps[:, target], weights.astype(np.float32))
+        for target, (name, of_target) in enumerate(zip(targets, measured, strict=True))
+    }
+
+
+@jax.jit
+def predict(maps: Float32[Array, "Hkv D1"], x: Float[Array, "1 L D"]) -> Float32[Array, "Hkv L"]:
+    """Predictions of a layer's heads for hidden states."""
+    return (x[0].astype(jnp.float32) @ maps[:, :-1].T + maps[:, -1]).T
+
+
+def predictions(maps: WorthMaps, layers: Sequence[LayerInputs]) -> list[Float32[Array, "Hkv L"]]:
+    """Predictions for a text that was read."""
+    return [predict(of_layer, layer.x) for of_layer, layer in zip(maps.maps, layers, strict=True)]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["gram", "right"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    gram: Float32[Array, "D1 D1"]  # of hidden states and a column of ones
+    right: Float32[Array, "D1 T"]  # their products with the logarithms of targets
+
+    @classmethod
+    def zeros(cls, width: int, columns: int) -> _Sums:
+        return cls(jnp.zeros((width + 1, width + 1)), jnp.zeros((width + 1, columns)))
+
+
+def _logs(values: Float32[Array, "T Hkv L"]) -> Float32[Array, "T Hkv L"]:
+    return jnp.log(jnp.maximum(values, FLOOR))
+
+
+@jax.jit
+def _add(sums: _Sums, x: Float[Array, "L D"], values: Float32[Array, "T Hkv L"]) -> _Sums:
+    wide = jnp.concatenate([x.astype(jnp.float32), jnp.ones((len(x), 1))], axis=1)
+    logs = _logs(values).reshape(-1, len(x)).T
+    product = functools.partial(jnp.einsum, "lf,lg->fg", precision="highest")
+    return _Sums(sums.gram + product(wide, wide), sums.right + product(wide, logs))
+
+
+@jax.jit
+def _solve(sums: _Sums) -> Float32[Array, "T D1"]:
+    """Ridge regression; the constant is not shrunk, columns without variance are held by the mean of the diagonal."""
+    diagonal = jnp.diag(sums.gram)
+    ridge = jnp.append(RIDGE * diagonal[:-1] + 1e-6 * diagonal.mean(), 1e-6)
+    return jax.scipy.linalg.solve(sums.gram + jnp.diag(ridge), sums.right, assume_a="pos").T
+
+
+def _finite(maps: Float32[np.ndarray, "layers T D1"]) -> Float32[np.ndarray, "layers T D1"]:
+    """Maps without those that are NaN or infinite; warns of them."""
+    broken = ~np.isfinite(maps).all(axis=-1, keepdims=True)
+    if broken.any():
+        warnings.warn(f"{broken.sum()} of {broken.size} maps are not finite: their heads keep the window", stacklevel=3)
+    nothing = np.append(np.zeros(maps.shape[-1] - 1, np.float32), np.float32(_NOTHING))
+    return np.where(broken, nothing, maps)
+
+
+class _Measured:
+    """Predictions of one target on texts that were not fitted."""
+
+    def __init__(self) -> None:
+        self._predicted: dict[int, list[np.ndarray]] = {}
+        self._correlations: dict[int, list[np.ndarray]] = {}
+
+    def add(self, layer: int, logs: Float32[np.ndarray, "Hkv L"], predicted: Float32[np.ndarray, "Hkv L"]) -> None:
+        centred = [each - each.mean(axis=1, keepdims=True) for each in (logs, predicted)]
+        norm = np.prod([np.linalg.norm(each, axis=1) for each in centred], axis=0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._correlations.setdefault(layer, []).append(np.prod(centred, axis=0).sum(axis=1) / norm)
+        self._predicted.setdefault(layer, []).append(predicted)
+
+    def maps(self, maps: Float32[np.ndarray, "layers Hkv D1"], weights: Float32[np.ndarray, "layers Hkv"]) -> WorthMaps:
+        predicted = np.stack([np.concatenate(self._predicted[layer], axis=1) for layer in range(len(maps))])
+        correlation = np.stack([np.mean(self._correlations[layer], axis=0) for layer in range(len(maps))])
+        thresholds = np.quantile(predicted, 1 - SHARES).astype(np.float32)
+        found = WorthMaps(maps, thresholds, weights, correlation.astype(np.float32), np.zeros_like(weights))
+        return dataclasses.replace(found, shares=(predicted >= found.threshold(0.2)).mean(axis=-1).astype(np.float32))

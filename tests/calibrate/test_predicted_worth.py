@@ -1,0 +1,159 @@
+"""Predicted worth: targets of a repetition against the unrolled model, maps against least squares, bad input."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import CONFIG, random_prompt, tiny_lm
+
+from tca_jax.calibration import predicted_worth
+from tca_jax.calibration.predicted_worth import FLOOR, RIDGE, WorthMaps, fit_worth, pack_texts, predict
+from tca_jax.calibration.repetition import TARGETS, read_inputs, repetition_rows, repetition_targets
+
+CHUNK, REQUEST = 32, [5, 9, 3]
+TEXT = random_prompt(0, 110)  # four chunks, of which the last is short
+GROUP = CONFIG.num_heads // CONFIG.num_kv_heads
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny_lm(sharpness=4.0)
+
+
+def seen_by(row: int, fed: int) -> np.ndarray:
+    """Mask of a text and a row's tokens: the text is causal, the row sees its chunk, the one before and the first."""
+    length = len(TEXT)
+    mask = np.tril(np.ones((length + fed, length + fed), bool))
+    place = np.arange(length)
+    mask[length:, :length] = (place // CHUNK == row) | (place // CHUNK == row - 1) | (place < CHUNK)
+    return mask
+
+
+def unrolled(lm, row: int, fed: list[int], counted: np.ndarray):
+    """The margin as a function of what is added to the heads' outputs, and the last call's attention."""
+    tokens = jnp.asarray([[*TEXT, *fed]])
+    mask = jnp.asarray(seen_by(row, len(fed)))
+
+    def run(added):
+        def attention(layer, q, k, v, state):
+            grouped = q[0].reshape(q.shape[1], CONFIG.num_kv_heads, GROUP, -1)
+            scores = jnp.einsum("nhgd,lhd->hgnl", grouped, k[0]) / np.sqrt(CONFIG.head_dim)
+            p = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1)
+            out = jnp.einsum("hgnl,lhd->nhgd", p, v[0]).reshape(q.shape[1:])
+            out = out.at[len(TEXT) :].add(added[layer])
+            return out[None], (p, v[0], out)
+
+        hidden, states = lm.decoder(tokens, jnp.arange(tokens.shape[1])[None], attention, (None,) * CONFIG.num_layers)
+        logits = lm.decoder.logits(hidden[0, len(TEXT) : -1])
+        right = jax.nn.one_hot(jnp.asarray(fed[1:]), logits.shape[-1], dtype=bool)
+        margins = logits[right] - jax.nn.logsumexp(jnp.where(right, -1e30, logits), axis=-1)
+        return (margins * counted[:-1]).sum(), states
+
+    return run
+
+
+def test_targets_are_those_of_the_unrolled_model(lm):
+    layers = read_inputs(lm, TEXT)
+    found = dict(repetition_targets(lm, TEXT, layers, REQUEST, CHUNK))
+    tokens, counted = repetition_rows(TEXT, REQUEST, CHUNK)
+    assert counted.sum() == len(TEXT) - len(tokens)
+    norms = np.zeros((CONFIG.num_layers, CONFIG.num_kv_heads))
+    for row in range(len(tokens)):
+        chunk = np.arange(row * CHUNK, min((row + 1) * CHUNK, len(TEXT)))
+        fed = tokens[row, : len(REQUEST) + len(chunk)].tolist()
+        used = counted[row, : len(fed)]
+        run = unrolled(lm, row, fed, used)
+        zeros = jnp.zeros((CONFIG.num_layers, len(fed), CONFIG.num_heads, CONFIG.head_dim))
+        slopes, states = jax.grad(run, has_aux=True)(zeros)
+        for layer, (p, v, out) in enumerate(states):
+            p = np.asarray(p)[:, :, len(TEXT) :, chunk] * used[:, None]
+            slope, out = (np.asarray(x).reshape(len(fed), 2, GROUP, -1) for x in (slopes[layer], out[len(TEXT) :]))
+            norm, values = np.linalg.norm(slope, axis=-1).transpose(1, 2, 0), np.asarray(v)[chunk]
+            change = np.einsum("nhgd,lhd->hgnl", slope, values) - (slope * out).sum(-1).transpose(1, 2, 0)[..., None]
+            size = np.linalg.norm(values, axis=-1).T
+            expected = (p * norm[..., None]).max((1, 2)) * size, p.max((1, 2)), (p * np.abs(change)).max((1, 2))
+            np.testing.assert_allclose(found[layer].values[:, :, chunk], np.stack(expected), rtol=2e-3, atol=1e-6)
+            norms[layer] += (norm.max(axis=1) * used).sum(axis=-1)
+    for layer, inputs in enumerate(layers):
+        size = np.linalg.norm(inputs.v[0, : len(TEXT)], axis=-1).mean(axis=0)
+        np.testing.assert_allclose(found[layer].head_weight, norms[layer] / counted.sum() * size, rtol=1e-3)
+
+
+def test_derivative_equals_finite_differences(lm):
+    tokens, counted = repetition_rows(TEXT, REQUEST, CHUNK)
+    run = unrolled(lm, 1, tokens[1, : len(REQUEST) + CHUNK].tolist(), counted[1, : len(REQUEST) + CHUNK])
+    shape = (CONFIG.num_layers, len(REQUEST) + CHUNK, CONFIG.num_heads, CONFIG.head_dim)
+    slopes, _ = jax.grad(run, has_aux=True)(jnp.zeros(shape))
+    for seed in range(3):
+        step = 1e-2 * jax.random.normal(jax.random.key(seed), shape)
+        difference = (run(step)[0] - run(-step)[0]) / 2
+        np.testing.assert_allclose(difference, (slopes * step).sum(), rtol=0.05, atol=0.02)
+
+
+def test_maps_are_ridge_regressions(lm):
+    texts = [random_prompt(seed, 96) for seed in range(4)]
+    stages = []
+    found = fit_worth(lm, texts, targets=TARGETS, chunk=CHUNK, progress=lambda *stage: stages.append(stage))
+    assert stages == [("fit", 1, 2), ("fit", 2, 2), ("measure", 1, 2), ("measure", 2, 2)]
+    read = [read_inputs(lm, ids) for ids in texts]
+    targets = [dict(repetition_targets(lm, ids, of_text, [], CHUNK)) for ids, of_text in zip(texts, read, strict=True)]
+    predicted = []
+    for layer in range(CONFIG.num_layers):
+        wide = np.concatenate([np.asarray(of_text[layer].x[0, :96], np.float64) for of_text in read[:2]])
+        wide = np.concatenate([wide, np.ones((len(wide), 1))], axis=1)
+        logs = np.concatenate(
+            [np.log(np.maximum(of_text[layer].values[0, :, :96], FLOOR)).T for of_text in targets[:2]]
+        )
+        gram = wide.T @ wide
+        ridge = np.diag(np.append(RIDGE * np.diag(gram)[:-1] + 1e-6 * np.diag(gram).mean(), 1e-6))
+        expected = np.linalg.solve(gram + ridge, wide.T @ logs).T
+        np.testing.assert_allclose(found["worth"].maps[layer], expected, rtol=2e-2, atol=2e-3)
+        predicted.append(np.concatenate([predict(expected, of_text[layer].x)[:, :96] for of_text in read[2:]], axis=1))
+    worth = found["worth"]
+    for share in (0.05, 0.3, 1.0):
+        assert np.mean(np.stack(predicted) >= worth.threshold(share)) == pytest.approx(share, abs=0.02)
+    np.testing.assert_allclose(np.exp(np.log(worth.head_weights).mean()), 1, rtol=1e-5)
+    assert np.all(np.abs(worth.correlation) <= 1)
+    assert worth.shares.mean() == pytest.approx(0.2, abs=0.02)
+
+
+def test_maps_survive_a_file(lm, tmp_path):
+    maps = WorthMaps(*(np.full(shape, 0.5, np.float32) for shape in ((2, 2, 33), (301,), (2, 2), (2, 2), (2, 2))))
+    maps.save(tmp_path / "worth.npz")
+    for name, value in dataclasses.asdict(WorthMaps.load(tmp_path / "worth.npz")).items():
+        np.testing.assert_array_equal(value, getattr(maps, name))
+
+
+def test_texts_are_packed_and_cut(lm):
+    texts = [list(range(1, 31)), list(range(31, 41)), list(range(1, 96)), list(range(5, 9))]
+    assert pack_texts(lm, texts, 2, 40) == [list(range(1, 41)), list(range(1, 41))]
+    with pytest.raises(ValueError, match="36 tokens too few for 3 texts of 40"):
+        pack_texts(lm, texts, 3, 40)
+
+
+def test_head_without_a_finite_map_keeps_its_window():
+    maps = np.ones((1, 2, 3), np.float32)
+    maps[0, 1, 0] = np.nan
+    with pytest.warns(UserWarning, match="1 of 2 maps are not finite: their heads keep the window"):
+        found = predicted_worth._finite(maps)
+    assert predict(found[0], jnp.ones((1, 4, 2)))[1].max() < -1e8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predicted_worth._finite(np.ones((1, 2, 3), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        ([[1] * 64], {}, "texts has 1: must be at least 2"),
+        ([[1] * 64, [1] * 63], {}, "one of 63 tokens: must be at least 64, two chunks"),
+        ([[1] * 64, [1] * 4000], {}, "one of 4000 tokens: must be at most 3968"),
+        ([[1] * 64, [1] * 64], {"targets": ["wealth"]}, r"targets has \['wealth'\]: must be of"),
+    ],
+)
+def test_fit_refuses(lm, texts, options, message):
+    with pytest.raises(ValueError, match=message):
+        fit_worth(lm, texts, chunk=CHUNK, **options)
