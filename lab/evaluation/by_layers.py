@@ -50,7 +50,8 @@ class MaskedRead(NamedTuple):
 
     ids: list[int]
     keys: list[tuple[Array, Array]]  # k, v [1, L', Hkv, d] of each layer
-    masks: list[Bool[Array, "1 Hkv _"]]  # kept tokens of each layer
+    # Kept tokens of each layer; or what is added to the logits of keys, which may then be more than the tokens.
+    masks: list[Bool[Array, "1 Hkv _"] | Float32[Array, "1 Hkv _"]]
     attended_share: float
 
     @property
@@ -119,7 +120,9 @@ def ask(lm: LM, read: MaskedRead, rows: Int32[np.ndarray, "Q n"]) -> Answers:
     there = jnp.arange(read.keys[0][0].shape[1]) < len(read.ids)
 
     def arrays(number: int) -> tuple[Any, ...]:
-        return (*read.keys[number], read.masks[number] & there)
+        mask = read.masks[number]
+        bias = jnp.where(mask & there, 0.0, -jnp.inf) if mask.dtype == bool else mask
+        return *read.keys[number], bias
 
     for _ in passed.layers(_attend_after, arrays, rows=len(rows)):
         pass
@@ -176,20 +179,20 @@ def _attend(
 
 @functools.partial(attention_program, static=("rows",), measures=False)
 def _attend_after(
-    q: Array, k: Array, v: Array, old_k: Array, old_v: Array, mask: Array, *, rows: int
+    q: Array, k: Array, v: Array, old_k: Array, old_v: Array, bias: Array, *, rows: int
 ) -> Float[Array, "1 P Hq d"]:
-    """Attention of questions, row by row, over a document's masked keys and their own."""
+    """Attention of questions, row by row, over a document's keys with `bias` [1, Hkv, L'], and their own."""
 
     def of_row(row: tuple[Array, Array, Array]) -> Float[Array, "n Hq d"]:
         q, k, v = row
         grouped, scale = q.reshape(len(q), k.shape[1], -1, q.shape[-1]), 1 / math.sqrt(q.shape[-1])
 
-        def scores(keys: Array, seen: Array) -> Array:
-            found = jnp.einsum("nhgd,lhd->hgnl", grouped, keys, preferred_element_type=jnp.float32) * scale
-            return jnp.where(seen, found, -jnp.inf)
+        def scores(keys: Array) -> Array:
+            return jnp.einsum("nhgd,lhd->hgnl", grouped, keys, preferred_element_type=jnp.float32) * scale
 
         causal = jnp.arange(len(k)) <= jnp.arange(len(q))[:, None]
-        both = jnp.concatenate([scores(old_k[0], mask[0, :, None, None]), scores(k, causal)], axis=-1)
+        own = jnp.where(causal, scores(k), -jnp.inf)
+        both = jnp.concatenate([scores(old_k[0]) + bias[0, :, None, None], own], axis=-1)
         old, new = jnp.split(jax.nn.softmax(both, axis=-1).astype(v.dtype), [old_k.shape[1]], axis=-1)
         out = jnp.einsum("hgnl,lhd->nhgd", old, old_v[0]) + jnp.einsum("hgnl,lhd->nhgd", new, v)
         return out.reshape(q.shape)
