@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from tca_jax.errors import check_integer, check_not_negative, require
 from tca_jax.lab.rivals.compression import PromptCompression, rival
 from tca_jax.methods.base import Frequencies, Wording
-from tca_jax.pallas_kernels.numerics import MASKED
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -54,7 +53,7 @@ class ExpectedAttentionCache(PromptCompression):
         index, lengths = jnp.arange(k.shape[1]), lengths[:, None]
         measured = (index >= self.sinks) & (index < lengths)
         logits = expected_logits(*self.future_queries(q, measured, lengths), k.astype(jnp.float32))
-        attention = jax.nn.softmax(jnp.where(measured[:, None], logits, MASKED), axis=-1).mean(axis=1)
+        attention = jax.nn.softmax(logits, axis=-1, where=measured[:, None]).mean(axis=1)
         scores = (attention + self.epsilon) * jnp.linalg.norm(v.astype(jnp.float32), axis=-1)
         ahead = jnp.where(index < lengths, scores, 0).max(axis=-1, keepdims=True) + 1
         return jnp.where(index < self.sinks, ahead, scores)

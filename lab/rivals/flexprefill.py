@@ -26,7 +26,7 @@ from tca_jax.lab.rivals.ranks import covering, highest
 from tca_jax.methods.base import Heads, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
-from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
+from tca_jax.pallas_kernels.numerics import cdiv, scaled_scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FlexPrefill(BlockSparsePrefill):
         keys = _block_means(k[:, :, None], lengths, size)[:, :, 0]
         # A head is query-aware if its mean query's attention on the mean keys is close to that of the queries.
         scores = scaled_scores("bgd,bnd->bgn", queries.astype(jnp.float32).mean(axis=1), keys)
-        aware = _distance(_softmax(scores, among), columns) < self.tau
+        aware = _distance(jax.nn.softmax(scores, axis=-1, where=among), columns) < self.tau
         lines = []
         for tokens, sums in ((vertical, columns), (slash, diagonals)):
             needed = covering(tokens, jnp.full(tokens.shape[:-1], self.gamma), jnp.ones_like(tokens, bool))
@@ -86,17 +86,13 @@ class FlexPrefill(BlockSparsePrefill):
         tiles, blocks = scores.shape[-1], -(-lengths // self.block_size)
         real = jnp.arange(tiles) < blocks[:, None]
         seen = (jnp.tri(tiles, dtype=bool) & real[:, :, None] & real[:, None, :])[:, None]
-        flat, among = (x.reshape(*x.shape[:2], tiles**2) for x in (_softmax(scores, seen), seen))
+        shares = jax.nn.softmax(scores, axis=-1, where=seen)
+        flat, among = (x.reshape(*x.shape[:2], tiles**2) for x in (shares, seen))
         mass = jnp.broadcast_to((self.gamma * blocks)[:, None].astype(jnp.float32), flat.shape[:2])
         return covering(flat, mass, among, reach=False).reshape(scores.shape)
 
 
 flexprefill = rival("flexprefill", FlexPrefill)
-
-
-def _softmax(scores: Float32[Array, "*s"], seen: Bool[Array, "*#s"]) -> Float32[Array, "*s"]:
-    """Over the last axis, 0 where nothing is seen."""
-    return jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1), 0)
 
 
 def _pool(values: Float32[Array, "B G L"], size: int) -> Float32[Array, "B G N"]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
+from tca_jax.pallas_kernels.numerics import scaled_scores
 
 
 def last_attention(
@@ -16,8 +16,7 @@ def last_attention(
     queries = q.shape[1]
     places = lengths[:, None, None] - queries + jnp.arange(queries)[:, None]  # [B, O, 1]
     seen = (jnp.arange(k.shape[1]) <= places)[:, None]
-    scores = jnp.where(seen, scaled_scores("bogd,bld->bgol", q, k), MASKED)
-    return jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0)
+    return jax.nn.softmax(scaled_scores("bogd,bld->bgol", q, k), axis=-1, where=seen)
 
 
 def diagonal_sums(attention: Float32[Array, "B G O L"], lengths: Int[Array, " B"]) -> Float32[Array, "B G L"]:

@@ -18,7 +18,7 @@ from tca_jax.lab.rivals.compression import over_heads
 from tca_jax.lab.rivals.minference import HeadPattern, PatternArrays, best_blocks, lines
 from tca_jax.layer_passes import HEADS, TextPass, attention_program
 from tca_jax.pallas_kernels.causal_attention import causal_attention
-from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
+from tca_jax.pallas_kernels.numerics import cdiv, scaled_scores
 
 #: What the published search compares. Sizes of a block-sparse head play no part: it keeps an eighth of blocks of 32.
 CANDIDATES = (
@@ -59,7 +59,7 @@ def pattern_scores(
             position = jnp.minimum(number, length - 1)
             seen = ((column <= position[:, None]) & (column < lengths[:, None, None]))[:, None]
             scores = scaled_scores("brgd,bld->bgrl", queries[:, position], keys)
-            attention = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1), 0)
+            attention = jax.nn.softmax(scores, axis=-1, where=seen)
             kept = [jnp.where(kept(position), attention, 0).sum(axis=-1) for kept in kept_by]
             return jnp.where(counts[:, None, :, None], jnp.stack(kept, axis=-1), 0).sum(axis=2)
 

@@ -23,7 +23,7 @@ from tca_jax.methods.base import Wording
 from tca_jax.methods.full import FullCache
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
+from tca_jax.pallas_kernels.numerics import cdiv, scaled_scores
 
 CARRIED = 8  # last tokens of the chunk before, which tell the model where a chunk begins
 AHEAD = 2.0  # score of the first tokens, which stay: no attention passes 1
@@ -132,7 +132,7 @@ def attention_to_prompts(
         def most(q: Float[Array, "B S G d"], *k: Float[Array, "B _ d"]) -> Float32[Array, "B c"]:
             """Over all that is fed, and over the query heads of a KV head."""
             scores = scaled_scores("bqgd,bkd->bgqk", q, jnp.concatenate(k, axis=1))
-            found = jax.nn.softmax(jnp.where(mask[:, None], scores, MASKED), axis=-1)[..., sinks : sinks + chunk]
+            found = jax.nn.softmax(scores, axis=-1, where=mask[:, None])[..., sinks : sinks + chunk]
             return jnp.where((fed[:, :, None] & there[:, None])[:, None], found, 0).max(axis=(1, 2))
 
         def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:

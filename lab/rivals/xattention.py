@@ -31,7 +31,7 @@ from tca_jax.lab.rivals.tables import check_query_heads, numbers_by_head, of_lay
 from tca_jax.methods.base import Heads
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
-from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
+from tca_jax.pallas_kernels.numerics import cdiv, scaled_scores
 
 _AT_ONCE = 16  # tiles whose scores are in memory together
 _SEGMENTS = 4  # of the queries, each of which scores the keys up to its own end: 5/8 of all pairs instead of all
@@ -145,6 +145,6 @@ def _mass_of_tile(
     scores = scaled_scores("bgre,bke->bgrk", queries, keys) / stride**0.5  # which divides by sqrt(stride d)
     row, column = tile * rows + jnp.arange(rows)[:, None], jnp.arange(keys.shape[1])
     held = stride * column < lengths[:, None, None]  # groups of keys with a token of the prompt
-    shares = jax.nn.softmax(jnp.where(((column <= row) & held)[:, None], scores, MASKED), axis=-1)
+    shares = jax.nn.softmax(scores, axis=-1, where=((column <= row) & held)[:, None])
     alive = (stride * row < lengths[:, None, None])[:, None]
     return jnp.where(alive, shares.reshape(batch, group, rows, -1, rows).sum(axis=-1), 0).sum(axis=2)
