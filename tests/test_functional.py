@@ -1,4 +1,4 @@
-"""The functional core against the float64 oracle: a fuzz, ends of ranges, transformations, bad input."""
+"""The functional core against the float64 oracle: a fuzz, ties, transformations, memory, gradients."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import last_queries, poison, qkv, regions
+from cases import last_queries, observed_queries, poison, qkv, regions
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+import tca_jax
 from tca_jax.diagnostics import dropped_mass
 from tca_jax.functional import attend, calibration_scores, candidate_budgets, select
+from tca_jax.methods import gradients
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.selection import block_density
 from tca_jax.pallas_kernels.token_scores import token_scores
@@ -195,3 +197,68 @@ def test_memory_stays_near_the_inputs():
     lowered = jax.jit(lambda *args: attend(*args, config)).lower(q, k, v, integers((2,)), integers((1,)))
     memory = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < 6 * memory.argument_size_in_bytes  # one head's L x L floats would be 43 times
+
+
+CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
+CANDIDATES = np.array([2, 9])
+
+
+def masked(q, k, v, kept, lengths):
+    """The attention by masks, for JAX to differentiate."""
+    length, group = q.shape[1], q.shape[2] // k.shape[2]
+    row, column = jnp.arange(length)[:, None], jnp.arange(length)
+    edge = jnp.maximum(0, row // 8 * 8 - 16)
+    seen = ((column >= edge) & (column <= row)) | (kept[:, :, None] & (column < edge))
+    seen = jnp.repeat(seen, group, axis=1)
+    scores = jnp.einsum("bihd,bjhd->bhij", q, jnp.repeat(k, group, axis=2), precision="highest") / q.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    out = jnp.einsum("bhij,bjhd->bihd", weights, jnp.repeat(v, group, axis=2), precision="highest")
+    return jnp.where((jnp.arange(length) < lengths[:, None])[..., None, None], out, 0)
+
+
+def inputs(heads, lengths):
+    q, k, v = qkv(0, len(lengths), max(lengths) + 3, heads, 2, 16)
+    lengths = np.array(lengths)
+    kept = tca_jax.select(observed_queries(q, lengths, CONFIG.num_queries), k, CANDIDATES, lengths, CONFIG)
+    weight = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
+    return (q, k, v), kept, lengths, weight
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    [
+        pytest.param(2, [60], marks=pytest.mark.integration),
+        (8, [61, 40, 5]),
+        pytest.param(14, [33, 64], marks=pytest.mark.integration),
+    ],
+)
+def test_gradients_are_those_of_attention_by_masks(heads, lengths, monkeypatch):
+    arrays, kept, lengths, weight = inputs(heads, lengths)
+    monkeypatch.setattr(gradients, "_TILE_ELEMENTS", 7 * len(lengths) * heads * arrays[0].shape[1])  # ragged tiles
+    jax.clear_caches()
+
+    def loss(q, k, v):
+        return jnp.sum(weight * tca_jax.attend(q, k, v, CANDIDATES, lengths, CONFIG))
+
+    def expected(q, k, v):
+        return jnp.sum(weight * masked(q, k, v, kept, lengths))
+
+    value, actual = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*arrays)
+    expected_value, expected_gradients = jax.jit(jax.value_and_grad(expected, (0, 1, 2)))(*arrays)
+    assert float(value) == pytest.approx(float(expected_value), rel=1e-4)
+    for ours, theirs in zip(actual, expected_gradients, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4)
+        assert np.abs(theirs).max() > 1e-2
+
+
+def test_padding_gets_no_gradient_and_spoils_none():
+    arrays, _, lengths, weight = inputs(4, [60, 40])
+
+    def loss(q, k, v):
+        return jnp.sum(weight * tca_jax.attend(q, k, v, CANDIDATES, lengths, CONFIG))
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    clean, poisoned = gradient(*arrays), gradient(*(poison(x, lengths) for x in arrays))
+    for ours, theirs in zip(poisoned, clean, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        assert not np.asarray(ours)[1, 40:].any()

@@ -23,7 +23,6 @@ from tca_jax.engine.prompts import encode_appended, encode_prompt, encode_prompt
 from tca_jax.engine.score import score_answers
 from tca_jax.errors import UserTypeError, least_share
 from tca_jax.loading import open_checkpoint
-from tca_jax.methods.candidates import region_capacity
 from tca_jax.methods.registry import describe_method, unknown_types, with_known
 from tca_jax.methods.written import joined, parse_parts
 
@@ -151,8 +150,6 @@ WRONG_VALUES = [
     (lambda: select(q=Q[:, :0]), r"q_last has shape \(1, 0, 2, 8\): must hold at least one query"),
     (lambda: tca_jax.diagnostics.dropped_mass(Q, K, np.array([5]), LENGTHS, CONFIG), r"candidates = \[5\]"),
     (lambda: tca_jax.candidate_budgets(CONFIG, -1), "num_blocks = -1: must be an integer of at least 0"),
-    (lambda: region_capacity(CONFIG, -1, 3), r"candidate = -1: must lie in \[0, 4\]"),
-    (lambda: region_capacity(CONFIG, 3, 3, 5), r"candidate = 5: must lie in \[0, 4\]"),
     (lambda: tokens(lengths=[99]), r"lengths = \[99\]: must lie in \[1, 4\]"),
     (lambda: tokens(np.ones((1, 4096), int), [4095]), r"lengths = \[4095\]: must lie in \[1, 4094\]"),
     (lambda: tokens(np.ones((1, 0), int), [1]), "an empty prompt; at least one token is needed"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float64, Int, Int32
 
-from tca_jax.errors import check_integer, require, require_type
+from tca_jax.errors import check_integer, require_type
 from tca_jax.methods.config import TCAConfig
 
 
@@ -109,13 +109,8 @@ def region_capacity(config: TCAConfig, candidate: int, max_blocks: int, prefill_
         candidate: The head's row of `candidate_budgets`.
         max_blocks: Most ranked blocks.
         prefill_candidate: A second row of the head; of every block it keeps the larger of the two budgets.
-
-    Raises:
-        ValueError: a candidate is not a row of `candidate_budgets`, or `max_blocks` is negative.
     """
     rows = [candidate] if prefill_candidate is None else [candidate, prefill_candidate]
-    for row in rows:
-        require(0 <= row <= config.num_candidates, f"candidate = {row}: must lie in [0, {config.num_candidates}]")
     at_most = np.cumsum(budget_count_table(config, max_blocks)[:, rows], axis=-1).min(axis=1)  # [N, K]
     return int(_most_selected(config, at_most, np.arange(max_blocks + 1)).max())
 
