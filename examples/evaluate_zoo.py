@@ -52,9 +52,10 @@ class Plan:
     calibrated: int = 2**17  # tokens of all calibration texts of a length
     passages: int = 32  # texts with measured losses
     questions: int = 100  # of each task under each protocol
+    keep_tolerance: float = TCAConfig.keep_tolerance
 
     def config(self, tokens: int) -> TCAConfig:
-        return TCAConfig(window=max(256, tokens // 16))
+        return TCAConfig(window=max(256, tokens // 16), keep_tolerance=self.keep_tolerance)
 
     def texts(self, tokens: int) -> int:
         return max(1, self.calibrated // tokens)
@@ -201,6 +202,7 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="Models at the same time.")] = 1,
     tokens: Annotated[list[int] | None, typer.Option(help="Lengths; 8,192 and 16,384 by default.")] = None,
     questions: Annotated[int, typer.Option(help="Of each task under each protocol.")] = Plan.questions,
+    keep_tolerance: Annotated[float, typer.Option(help="Calibration's.")] = Plan.keep_tolerance,
     smoke: Annotated[bool, typer.Option("--smoke", help="Little of everything: checks that all runs.")] = False,
 ) -> None:
     """Calibrate and measure every model of the zoo."""
@@ -208,7 +210,7 @@ def main(
     if not folders["recall-tiny"].is_dir():
         folders["recall-tiny"] = shipped_profile("recall-tiny").parent
     names = [name for name in MIXTURES if name in (only or MIXTURES) and folders[name].is_dir()]
-    plan = Plan(tuple(tokens or Plan.lengths), questions=questions)
+    plan = Plan(tuple(tokens or Plan.lengths), questions=questions, keep_tolerance=keep_tolerance)
     plan = Plan((2560,), calibrated=2560, passages=1, questions=1) if smoke else plan
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         for done in [pool.submit(evaluate, folders[name], zoo / f"{name}.json", plan) for name in names]:
