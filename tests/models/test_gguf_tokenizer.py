@@ -251,6 +251,8 @@ def test_stop_tokens_are_named_or_known():
         ("qwen2", "merges", ["ab"], "'ab': must be two tokens"),
         ("qwen2", "merges", ["a Ġunmade"], "must be two tokens that make a third"),
         ("qwen2", "eos_token_id", 9999, r"9999: must be a token id in \[0, \d+\)"),
+        ("qwen2", "eos_token_id", True, "True: must be a token id"),
+        ("qwen2", "eos_token_id", 2.5, r"2\.5: must be a token id"),
         ("qwen2", "add_bos_token", 1, "1: must be true or false"),
         ("sentencepiece", "scores", None, "is missing"),
         ("sentencepiece", "scores", [float("nan")] * 500, "must be a list of"),
