@@ -172,7 +172,8 @@ def _rows_of(
 ) -> _Row:
     """Arguments of all rows, stacked."""
     q, k, v = (x.reshape(rows, -1, *x.shape[2:]) for x in (q, k, v))
-    return q, k, v, *(_by_chunk(x, rows, chunk) for x in (text_k, text_v)), _seen(rows, chunk, length)
+    keys, values = (_by_chunk(x, rows, chunk) for x in (text_k, text_v))
+    return q, k, v, keys, values, _seen(rows, chunk, length)
 
 
 @functools.partial(layer_program, static=("rows", "chunk"))

@@ -81,8 +81,7 @@ def attention_program(
 ) -> LayerProgram:
     """The program of a layer whose attention is `attend(q, k, v, *arrays, **static) -> (attention, measured)`.
 
-    It takes the stream in front of the layer, RoPE's angles and the arrays; without `measures`, `attend` returns the
-    attention alone.
+    It takes the stream in front of the layer, RoPE's angles and the arrays; without `measures`, `attend` gives one.
     """
     return layer_program(_layer_of(attend, measures), inputs=(SAME, SAME, SAME, *inputs), **options)
 
@@ -129,9 +128,6 @@ class LayerPass:
         positions: Of each token.
         step: Called once for every layer that has run, forwards or backwards.
         last: The last arrays that programs of all layers take.
-
-    Attributes:
-        targets: The token after each one; arbitrary for the last.
     """
 
     def __init__(
@@ -148,7 +144,7 @@ class LayerPass:
         self._shards = None if lm.mesh is None else _Shards(lm.mesh, lm.config, lm.weights_dtype)
         embedded = self._of_decoder(_embed, jnp.asarray(tokens), jnp.asarray(positions))
         self._x, *self._angles = (x.reshape(1, -1, x.shape[-1]) for x in embedded)
-        self.targets = jnp.asarray(np.roll(tokens.reshape(1, -1), -1))
+        self.targets = jnp.asarray(np.roll(tokens.reshape(1, -1), -1))  # arbitrary for the last
 
     def layers(
         self,
@@ -180,18 +176,11 @@ class LayerPass:
         """Runs `program(decoder, x, targets)`, a `layer_program`, on the last layer's residual stream."""
         return self._of_decoder(program, self._x, self.targets)
 
-    def slopes(
-        self,
-        program: LayerProgram,  # a `slope_program`
-        arrays: Callable[[int], tuple[Any, ...]],
-        inputs: list[Array],  # the stream in front of every layer; empty in the end
-        weights: Float32[np.ndarray, " P"],  # of the loss of the token after each one
-        **static: Any,
-    ) -> Float64[np.ndarray, "layers Hkv"]:
-        """Derivative of the weighted sum of losses by the gates of all heads, once all layers have run."""
+    def slopes(self, program: LayerProgram, *arguments: Any, **static: Any) -> Float64[np.ndarray, "layers Hkv"]:
+        """Derivative of weighted losses by the gates of all heads: a `slope_program` and what `backward` takes."""
         found = [
             self._lm.in_model_order(number, on_host(slope).astype(np.float64))
-            for number, slope in self.backward(program, arrays, inputs, weights, _negative_logprobs, **static)
+            for number, slope in self.backward(program, *arguments, **static)
         ]
         return np.stack(found[::-1])
 
@@ -201,14 +190,14 @@ class LayerPass:
         arrays: Callable[[int], tuple[Any, ...]],
         inputs: list[Array],  # the stream in front of every layer; empty in the end
         weights: Float32[np.ndarray, " P"],
-        measure: Measure,
+        measure: Measure | None = None,  # None for losses
         **static: Any,
     ) -> Iterator[tuple[int, Any]]:
         """Derivatives of a weighted sum over tokens, last layer first; yields each layer's number and measurements.
 
         The program returns the derivative by the stream in front of the layer, and its measurements.
         """
-        output = functools.partial(_output_slope, measure=measure)
+        output = functools.partial(_output_slope, measure=measure or _token_losses)
         cotangent = self._of_decoder(output, self._x, self.targets, jnp.asarray(weights)[None])
         for number in reversed(range(len(self._layers))):
             cotangent, measured = self._of_layer(
@@ -249,16 +238,12 @@ def _embed(
     return decoder.embed(tokens), *decoder.angles(positions)
 
 
-@layer_program
-def _losses(decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]) -> Float32[Array, "1 P"]:
+def _token_losses(decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]) -> Float32[Array, "1 P"]:
     """Loss in nats of the token after each position, from the last layer's residual stream."""
-    return _negative_logprobs(decoder, x, targets)
-
-
-def _negative_logprobs(
-    decoder: Decoder, x: Float[Array, "1 n D"], targets: Int32[Array, "1 n"]
-) -> Float32[Array, "1 n"]:
     return -logprobs_of_hidden(decoder, decoder.norm(x), targets)
+
+
+_losses = layer_program(_token_losses)
 
 
 @functools.partial(layer_program, static=("measure",), derives=True)
