@@ -43,10 +43,8 @@ Item = TypeVar("Item")
 class HarnessLM(TemplateLM):
     """A checkpoint under an attention method, for `lm_eval.simple_evaluate` and lm_eval's command line.
 
-    A continuation's log-likelihood is that of an answer: the context is read as a prompt and the continuation is
-    teacher-forced, so that prefill and cache policy both count. A rolling log-likelihood reads windows as prompts: it
-    measures the prefill policy alone. docs/lm-evaluation-harness.md describes the arguments; `pretrained` may be a
-    loaded model, `options` are the method's, and tokenizer, device and trust_remote_code are unused.
+    docs/lm-evaluation-harness.md describes the arguments, and which policies the figures measure. `pretrained` may be
+    a loaded model, `options` are the method's, and tokenizer, device and trust_remote_code are unused.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class HarnessLM(TemplateLM):
         super().__init__()
         alone = "must be None; batch_size is the size of all batches"
         require(max_batch_size is None, f"max_batch_size = {max_batch_size!r}: {alone}")
-        self._rows, self._max_gen_toks = _count("batch_size", batch_size, 1), _count("max_gen_toks", max_gen_toks, 1)
+        self._rows, self.max_gen_toks = _count("batch_size", batch_size, 1), _count("max_gen_toks", max_gen_toks, 1)
         self._seed, self._backend = _count("seed", seed, 0), backend
         if repetition_penalty is None and not isinstance(pretrained, LM):
             path = checkpoint_folder(pretrained, revision) / "generation_config.json"
@@ -85,19 +83,16 @@ class HarnessLM(TemplateLM):
         Sampling(repetition_penalty=repetition_penalty)  # checks it
         self._repetition_penalty = repetition_penalty
         self.lm = load_model(pretrained, profile, method, options, revision, dtype=dtype, weights=weights, kv=kv)
-        require(self.lm.tokenizer, f"pretrained: {self.lm.name} has no tokenizer, and lm_eval asks in text")
-        positions = self.lm.config.max_context
-        self._max_length = positions if max_length is None else _count("max_length", max_length, 2)
+        self.tokenizer, positions = self.lm.tokenizer, self.lm.config.max_context
+        require(self.tokenizer, f"pretrained: {self.lm.name} has no tokenizer, and lm_eval asks in text")
+        self.max_length = positions if max_length is None else _count("max_length", max_length, 2)
         within = f"must be at most {positions}, the positions of {self.lm.name}"
-        require(self._max_length <= positions, f"max_length = {max_length}: {within}")
+        require(self.max_length <= positions, f"max_length = {max_length}: {within}")
         self._think_end, self._add_bos_token = think_end_token, add_bos_token
         self._held_bytes = self._full_bytes = 0  # of the caches of all answers
         self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
-    tokenizer = property(lambda self: self.lm.tokenizer, doc="Its chat template is what lm_eval looks at.")
     tokenizer_name = property(lambda self: self.lm.name.replace("/", "__"), doc="For lm_eval's cache of prompts.")
-    max_length = property(lambda self: self._max_length, doc="Most tokens of a prompt with its answer.")
-    max_gen_toks = property(lambda self: self._max_gen_toks, doc="Most tokens of an answer if the task names none.")
 
     @property
     def eot_token_id(self) -> int:
