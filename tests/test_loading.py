@@ -2,6 +2,8 @@
 
 import dataclasses
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -147,3 +149,9 @@ def test_the_compilation_cache_is_on_by_default(folder, monkeypatch):
         assert jax.config.jax_compilation_cache_dir == "/mine"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.integration
+def test_loading_needs_no_torch():
+    script = "import sys; sys.modules['torch'] = None; import tca_jax; tca_jax.load('recall-tiny')"
+    subprocess.run([sys.executable, "-c", script], check=True)  # importing torch is an error

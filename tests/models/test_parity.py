@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import tca_jax
+from tca_jax.engine.prompts import encode_prompts
 from tca_jax.lab.models import find
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.decoder import Decoder
@@ -138,10 +139,22 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+PROMPTS = (
+    *("The capital of France is", "def fibonacci(n):\n    ", "1, 1, 2, 3, 5, 8, 13,", "Ein naïve 値段 e=mc²"),
+    "Once upon a time, in a village between two rivers, there lived a clockmaker who",
+    "Water boils at 100 degrees Celsius because " + "of the pressure of the air. " * 6 + "In short,",
+    *(
+        [{"role": "user", "content": text}]
+        for text in ("Hi!", "Name three primary colours.", "Reverse 'abc' in Python.")
+    ),
+    [{"role": "user", "content": "Summarize: " + "the river rose, the bridge fell, and the village waited. " * 4}],
+)
+
+
 @pytest.mark.integration
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["smollm2", "qwen-0.5b"])
-def test_logits_of_gguf_files_equal_transformers(name):
+def test_gguf_files_answer_as_transformers(name):
     if (path := find(name)) is None:
         pytest.skip(f"{name}.gguf is missing: python -m tca_jax.lab.models fetch {name}")
     lm = tca_jax.load(path, dtype=jnp.float32)
@@ -150,3 +163,18 @@ def test_logits_of_gguf_files_equal_transformers(name):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
     check_logits(lm.decoder, model, tolerance=2e-3)
+    text = encode_prompts(lm, ["pass through naïve 値段 quick-brown {} 3.14\n\n" * 40])[0][:256]
+    positions, cache = jnp.arange(256)[None], jnp.zeros((1, 256, lm.config.num_kv_heads, lm.config.head_dim))
+    attention, states = attention_of(positions, positions >= 0), ((cache, cache),) * lm.config.num_layers
+    with torch.no_grad():
+        expected = model(torch.tensor([text])).logits[0]
+    logits = lm.decoder.logits(lm.decoder(jnp.asarray([text]), positions, attention, states)[0])[0]
+    np.testing.assert_allclose(logits, expected, atol=2e-3)
+    prompts = encode_prompts(lm, list(PROMPTS))
+    answers = tca_jax.generate(lm, list(PROMPTS), max_new_tokens=64, stop_token_ids=()).tokens
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        behind = logits.max(axis=-1).values - logits[range(64), list(answer)]
+        assert behind.max() < 1e-3  # a tie between two tokens at most
+        assert (behind > 0).sum() <= 1
