@@ -265,7 +265,7 @@ def test_numbers_of_numpy_are_taken(lm):
 
 
 PROMPTS = [random_prompt(0, 61), random_prompt(1, 40)]
-OPTIONS = {"max_new_tokens": 11, "stop_token_ids": (), "logprobs": True}
+OPTIONS = {"max_new_tokens": 11, "stop_token_ids": (), "logprobs": 1}
 
 
 @pytest.fixture(scope="module")
@@ -278,8 +278,7 @@ def unequal(full):
     return with_candidates(full, [[0, 6], [TCA.num_candidates, 3]])
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("name", ["full", "unequal"])
+@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.integration), "unequal"])
 def test_greedy_answers_have_their_log_probabilities(name, request):
     lm = request.getfixturevalue(name)
     out = tca_jax.generate(lm, PROMPTS, **OPTIONS)
@@ -296,7 +295,7 @@ def test_greedy_answers_have_their_log_probabilities(name, request):
 
 def test_answers_score_behind_a_context(unequal):
     context = tca_jax.prefill(unequal, random_prompt(4, 101))
-    questions = [random_prompt(5, 3), random_prompt(6, 12)]
+    questions = [random_prompt(5, 1), random_prompt(6, 12)]
     out = tca_jax.generate(unequal, questions, context=context, **OPTIONS)
     other = [(token + 1) % 97 for token in out.tokens[0]]
     scores = score_answers(unequal, questions, [[out.tokens[0], other], [out.tokens[1], other]], context=context)
