@@ -294,7 +294,7 @@ def test_greedy_answers_have_their_log_probabilities(name, request):
 
 
 def test_answers_score_behind_a_context(unequal):
-    context = tca_jax.prefill(unequal, random_prompt(4, 101))
+    context = tca_jax.prefill(unequal, random_prompt(4, 104))  # whole blocks
     questions = [random_prompt(5, 1), random_prompt(6, 12)]
     out = tca_jax.generate(unequal, questions, context=context, **OPTIONS)
     other = [(token + 1) % 97 for token in out.tokens[0]]
