@@ -17,11 +17,13 @@ from tca_jax.calibration.repetition import (
     CHUNK,
     TARGETS,
     LayerInputs,
+    LayerTargets,
+    TextRows,
     chat_frame,
     read_inputs,
     repetition_request,
     repetition_rows,
-    repetition_targets,
+    text_targets,
 )
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
@@ -90,6 +92,7 @@ def fit_worth(
     texts: Sequence[Sequence[int]],
     *,
     targets: Sequence[str] = TARGETS[:1],
+    questions: Sequence[TextRows] = (),
     chunk: int = CHUNK,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, WorthMaps]:
@@ -99,6 +102,7 @@ def fit_worth(
         lm: The model, on one device, with any profile.
         texts: Token ids of at least two texts, of `pack_texts`.
         targets: Names of `TARGETS`, which share passes and Gram matrices.
+        questions: For each text, rows that ask for what it holds and count beside its repetition; none by default.
         chunk: Tokens that are repeated at once.
         progress: Called with the stage, the texts done and their number.
 
@@ -111,7 +115,7 @@ def fit_worth(
     require(len(texts) >= 2, f"texts has {len(texts)}: must be at least 2, one to fit and one to measure")
     shortest, longest, request = min(map(len, texts)), max(map(len, texts)), repetition_request(lm)
     require(shortest >= 2 * chunk, f"texts has one of {shortest} tokens: must be at least {2 * chunk}, two chunks")
-    end = longest + repetition_rows(texts[0], request, chunk)[0].shape[1]
+    end = longest + repetition_rows(texts[0], request, chunk).tokens.shape[1]
     most = lm.config.max_context
     require(
         end <= most, f"texts has one of {longest} tokens: must be at most {most - end + longest}, for its repetition"
@@ -120,10 +124,20 @@ def fit_worth(
     sums = [_Sums.zeros(lm.config.hidden_size, lm.config.num_kv_heads * len(targets))] * lm.config.num_layers
     weights = np.zeros((lm.config.num_layers, lm.config.num_kv_heads))
     places = np.array([TARGETS.index(name) for name in targets])
+
+    def targets_of(number: int, layers: list[LayerInputs]) -> list[LayerTargets]:
+        """Of all layers: the largest over a text's repetition and its questions, and the repetition's head weights."""
+        ids = texts[number]
+        found = dict(text_targets(lm, ids, layers, repetition_rows(ids, request, chunk)))
+        for layer, (values, _) in text_targets(lm, ids, layers, questions[number]) if questions else ():
+            both = jnp.maximum(found[layer].values[..., : len(ids)], values[..., : len(ids)])
+            found[layer] = LayerTargets(both, found[layer].head_weight)
+        return [LayerTargets(found[i].values[places, :, : len(ids)], found[i].head_weight) for i in range(len(layers))]
+
     for done, ids in enumerate(texts[:fitted]):
         layers = read_inputs(lm, ids)
-        for number, (values, weight) in repetition_targets(lm, ids, layers, request, chunk):
-            sums[number] = _add(sums[number], layers[number].x[0, : len(ids)], values[places, :, : len(ids)])
+        for number, (values, weight) in enumerate(targets_of(done, layers)):
+            sums[number] = _add(sums[number], layers[number].x[0, : len(ids)], values)
             weights[number] += on_host(weight)
         progress("fit", done + 1, fitted)
     maps = _finite(on_host(jnp.stack([_solve(each) for each in sums])))
@@ -131,8 +145,8 @@ def fit_worth(
     measured = [_Measured() for _ in targets]
     for done, ids in enumerate(texts[fitted:]):
         layers = read_inputs(lm, ids)
-        for number, (values, _) in repetition_targets(lm, ids, layers, request, chunk):
-            logs = on_host(_logs(values[places, :, : len(ids)]))
+        for number, (values, _) in enumerate(targets_of(fitted + done, layers)):
+            logs = on_host(_logs(values))
             for target, of_target in enumerate(measured):
                 predicted = on_host(predict(maps[number, target], layers[number].x))[:, : len(ids)]
                 of_target.add(number, logs[target], predicted)

@@ -25,7 +25,7 @@ from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up, scaled_scores
 
 REQUEST = "\n\nRepeat the previous context exactly."
-#: What `repetition_targets` measures of each token, maxima over queries i and query heads g of the group: the worth
+#: What `text_targets` measures of each token, maxima over queries i and query heads g of the group: the worth
 #: p |dm/do| |v|, the probability p, and the first-order effect p |dm/do . (v - o)|.
 TARGETS = ("worth", "probability", "effect")
 CHUNK = 1_024  # tokens of a chunk
@@ -46,6 +46,14 @@ class LayerTargets(NamedTuple):
 
     values: Float32[Array, "3 Hkv L"]  # in the order of `TARGETS`
     head_weight: Float32[Array, " Hkv"]  # mean over queries of max_g |dm/do|, times the mean of |v|
+
+
+class TextRows(NamedTuple):
+    """Rows of tokens that follow a text: its repetition, or questions with their answers."""
+
+    tokens: Int32[np.ndarray, "R n"]
+    counted: Float32[np.ndarray, "R n"]  # 1 at tokens whose prediction of the next one counts
+    chunk: int | None = None  # row r repeats the r-th chunk of so many tokens, and sees only what is near; None: all
 
 
 def chat_frame(lm: Encoder) -> tuple[list[int], list[int]]:
@@ -77,10 +85,8 @@ def read_inputs(lm: LM, ids: Sequence[int]) -> list[LayerInputs]:
     return list(TextPass(lm, ids).layers(_read_layer))
 
 
-def repetition_rows(
-    ids: Sequence[int], request: Sequence[int], chunk: int = CHUNK
-) -> tuple[Int32[np.ndarray, "R n"], Float32[np.ndarray, "R n"]]:
-    """A row of request and chunk for each chunk of a text, and 1 where a chunk's token predicts the next one of it."""
+def repetition_rows(ids: Sequence[int], request: Sequence[int], chunk: int = CHUNK) -> TextRows:
+    """A row of request and chunk for each chunk of a text; a chunk's tokens count, but its first."""
     rows = cdiv(len(ids), chunk)
     tokens = np.zeros((rows, round_up(len(request) + chunk, _ROW_MULTIPLE)), np.int32)
     counted = np.zeros(tokens.shape, np.float32)
@@ -88,26 +94,25 @@ def repetition_rows(
         fed = [*request, *ids[start : start + chunk]]
         tokens[row, : len(fed)] = fed
         counted[row, len(request) : len(fed) - 1] = 1
-    return tokens, counted
+    return TextRows(tokens, counted, chunk)
 
 
-def repetition_targets(
-    lm: LM, ids: Sequence[int], layers: Sequence[LayerInputs], request: Sequence[int], chunk: int = CHUNK
+def text_targets(
+    lm: LM, ids: Sequence[int], layers: Sequence[LayerInputs], rows: TextRows
 ) -> Iterator[tuple[int, LayerTargets]]:
-    """Repeats a text that was read; yields each layer's number and targets, last layer first."""
-    tokens, counted = repetition_rows(ids, request, chunk)
-    positions = np.broadcast_to(len(ids) + np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    repeated = LayerPass(lm, tokens, positions)
-    static: dict[str, Any] = {"rows": len(tokens), "chunk": chunk}
+    """What rows owe to a text that was read; yields each layer's number and targets, last layer first."""
+    positions = np.broadcast_to(len(ids) + np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
+    passed = LayerPass(lm, rows.tokens, positions)
+    static: dict[str, Any] = {"rows": len(rows.tokens), "chunk": rows.chunk}
     heads, inputs = (lm.config.num_heads, lm.config.head_dim), list[Array]()
 
     def arrays(number: int) -> tuple[Any, ...]:
-        return layers[number].k, layers[number].v, jnp.asarray(counted), jnp.int32(len(ids))
+        return layers[number].k, layers[number].v, jnp.asarray(rows.counted), jnp.int32(len(ids))
 
-    for _ in repeated.layers(_repeat_layer, arrays, inputs=inputs, **static):
+    for _ in passed.layers(_attend_layer, arrays, inputs=inputs, **static):
         pass
-    weights = counted.reshape(-1)
-    yield from repeated.backward(_differentiate_layer, arrays, inputs, weights, margin, heads=heads, **static)
+    weights = rows.counted.reshape(-1)
+    yield from passed.backward(_differentiate_layer, arrays, inputs, weights, margin, heads=heads, **static)
 
 
 def margin(decoder: Decoder, x: Float[Array, "1 n D"], targets: Int32[Array, "1 n"]) -> Float32[Array, "1 n"]:
@@ -131,8 +136,10 @@ def _read_layer(
     return after, LayerInputs(hidden, *(jnp.where(text[:, None, None], each, 0) for each in (k, v)))
 
 
-def _by_chunk(x: Float[Array, "1 L H d"], rows: int, chunk: int) -> Float[Array, "R m H d"]:
-    """What each chunk sees of the text: its own chunk, the one before, the first tokens."""
+def _seen_by(x: Float[Array, "1 L H d"], rows: int, chunk: int | None) -> Float[Array, "R m H d"]:
+    """What each row sees of the text: all, or its own chunk, the one before, the first tokens."""
+    if chunk is None:
+        return jnp.broadcast_to(x, (rows, *x.shape[1:]))
     padded = jnp.pad(x[0, : rows * chunk], ((0, max(0, rows * chunk - x.shape[1])), (0, 0), (0, 0)))
     own = padded.reshape(rows, chunk, *x.shape[2:])
     before = jnp.concatenate([own[:1], own[:-1]])
@@ -140,8 +147,10 @@ def _by_chunk(x: Float[Array, "1 L H d"], rows: int, chunk: int) -> Float[Array,
     return jnp.concatenate([own, before, first], axis=1)
 
 
-def _seen(rows: int, chunk: int, length: Int[Array, ""]) -> Bool[Array, "R m"]:
+def _exists(tokens: int, rows: int, chunk: int | None, length: Int[Array, ""]) -> Bool[Array, "R m"]:
     """Which of these tokens exist, each once."""
+    if chunk is None:
+        return jnp.broadcast_to(jnp.arange(tokens) < length, (rows, tokens))
     row = jnp.arange(rows)[:, None]
     own = row * chunk + jnp.arange(chunk) < length
     before = jnp.broadcast_to(row >= 1, own.shape)
@@ -168,16 +177,16 @@ def _attend_row(row: _Row) -> Float[Array, "n Hq d"]:
 
 
 def _rows_of(
-    q: Array, k: Array, v: Array, text_k: Array, text_v: Array, length: Int[Array, ""], rows: int, chunk: int
+    q: Array, k: Array, v: Array, text_k: Array, text_v: Array, length: Int[Array, ""], rows: int, chunk: int | None
 ) -> _Row:
     """Arguments of all rows, stacked."""
     q, k, v = (x.reshape(rows, -1, *x.shape[2:]) for x in (q, k, v))
-    keys, values = (_by_chunk(x, rows, chunk) for x in (text_k, text_v))
-    return q, k, v, keys, values, _seen(rows, chunk, length)
+    keys, values = (_seen_by(x, rows, chunk) for x in (text_k, text_v))
+    return q, k, v, keys, values, _exists(text_k.shape[1], rows, chunk, length)
 
 
 @functools.partial(layer_program, static=("rows", "chunk"))
-def _repeat_layer(
+def _attend_layer(
     module: Any,
     x: Float[Array, "1 P D"],
     cos: Array,
@@ -188,7 +197,7 @@ def _repeat_layer(
     length: Int[Array, ""],
     *,
     rows: int,
-    chunk: int,
+    chunk: int | None,
 ) -> tuple[Array, None]:
     def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
         stacked = _rows_of(q, k, v, text_k, text_v, length, rows, chunk)
@@ -210,7 +219,7 @@ def _differentiate_layer(
     length: Int[Array, ""],
     *,
     rows: int,
-    chunk: int,
+    chunk: int | None,
     heads: tuple[int, int],  # query heads and their size
 ) -> tuple[Float[Array, "1 P D"], LayerTargets]:
     def layer(x: Array, added: Array) -> tuple[Array, tuple[_Row, Array]]:
@@ -225,11 +234,13 @@ def _differentiate_layer(
     before, slope = pullback(cotangent)
     slope, out = (each.reshape(rows, -1, *heads) for each in (slope, out))
 
+    own = text_k.shape[1] if chunk is None else chunk  # the first of the tokens that a row sees
+
     def of_row(part: tuple[_Row, Array, Array, Array]) -> tuple[Float32[Array, "3 Hkv c"], Float32[Array, " Hkv"]]:
         row, out, slope, counted = part
-        kv_heads, values = row[1].shape[1], row[4][:chunk].astype(jnp.float32)
+        kv_heads, values = row[1].shape[1], row[4][:own].astype(jnp.float32)
         slope, out = (each.reshape(len(out), kv_heads, -1, heads[1]).astype(jnp.float32) for each in (slope, out))
-        p = jnp.where(counted[:, None] > 0, _probabilities(row)[..., :chunk], 0)
+        p = jnp.where(counted[:, None] > 0, _probabilities(row)[..., :own], 0)
         norm = jnp.linalg.norm(slope, axis=-1)
         change = jnp.einsum("nhgd,lhd->hgnl", slope, values) - (slope * out).sum(-1).transpose(1, 2, 0)[..., None]
         found = p * norm.transpose(1, 2, 0)[..., None], p, p * jnp.abs(change)
@@ -239,5 +250,5 @@ def _differentiate_layer(
 
     values, weight = jax.lax.map(of_row, (stacked, out, slope, counted))
     size = jnp.linalg.norm(text_v[0].astype(jnp.float32), axis=-1).sum(axis=0) / length
-    values = values.transpose(1, 2, 0, 3).reshape(3, -1, rows * chunk)
-    return before, LayerTargets(values, weight.sum(axis=0) / counted.sum() * size)
+    together = values.max(axis=0) if chunk is None else values.transpose(1, 2, 0, 3).reshape(3, -1, rows * chunk)
+    return before, LayerTargets(together, weight.sum(axis=0) / counted.sum() * size)

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float32
 
 import tca_jax
 from tca_jax.calibration.predicted_worth import SHARES, WorthMaps, fit_worth, pack_texts, predictions
-from tca_jax.calibration.repetition import TARGETS, read_inputs
+from tca_jax.calibration.repetition import TARGETS, TextRows, read_inputs
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.lab.benchmarks.common import Compilations
@@ -216,16 +216,21 @@ def fit(
     count: Annotated[int, typer.Option(min=2, help="Texts; half of them are fitted.")] = 8,
     tokens: sticks.TokensOption = 8_192,
     kind: Annotated[str, typer.Option(help="python or manual; both by default.")] = "",
+    questions: Annotated[bool, typer.Option(help="Hide facts in the texts; their questions count, too.")] = False,
     targets: Annotated[str, typer.Option(help="Targets, by commas.")] = ",".join(TARGETS),
     texts: sticks.TextsOption = None,
 ) -> None:
     """Fits maps on texts of the calibration half; prints their correlation and the share of each head."""
     compilations, lm = Compilations(), tca_jax.load(model)
     seeds = [2 * i + (kind == "manual") if kind else i for i in range(count)]
-    drawn = [draw_text(np.random.default_rng(1_000 + seed), seed, "calibration", tokens, texts) for seed in seeds]
     started = time.monotonic()
-    packed = pack_texts(lm, drawn, count, tokens)
-    found = fit_worth(lm, packed, targets=targets.split(","), progress=_say)
+    if questions:
+        documents = [late_document(lm, seed, tokens, "calibration", texts) for seed in seeds]
+        packed, asked = [document.ids for document in documents], [_asked(document) for document in documents]
+    else:
+        drawn = [draw_text(np.random.default_rng(1_000 + seed), seed, "calibration", tokens, texts) for seed in seeds]
+        packed, asked = pack_texts(lm, drawn, count, tokens), []
+    found = fit_worth(lm, packed, targets=targets.split(","), questions=asked, progress=_say)
     seconds = time.monotonic() - started
     to.mkdir(parents=True, exist_ok=True)
     for name, maps in found.items():
@@ -234,6 +239,11 @@ def fit(
         print(f"{name}: correlation {np.nanmean(maps.correlation):.3f}; shares of heads at 20% in all: {shares}")
     compiling = sum(compilations.by_program.values())
     print(f"{count} texts of {tokens:,} tokens: {seconds:.0f} s, of these {compiling:.0f} s compiling; {_memory()}")
+
+
+def _asked(document: LateDocument) -> TextRows:
+    rows = [number for number, kind in enumerate(document.kinds) if kind != "next"]
+    return TextRows(document.rows[rows], document.counted[rows])
 
 
 def _say(stage: str, done: int, total: int) -> None:

@@ -11,7 +11,7 @@ from tiny import CONFIG, random_prompt, tiny_lm
 
 from tca_jax.calibration import predicted_worth
 from tca_jax.calibration.predicted_worth import FLOOR, RIDGE, WorthMaps, fit_worth, pack_texts, predict
-from tca_jax.calibration.repetition import TARGETS, read_inputs, repetition_rows, repetition_targets
+from tca_jax.calibration.repetition import TARGETS, TextRows, read_inputs, repetition_rows, text_targets
 
 CHUNK, REQUEST = 32, [5, 9, 3]
 TEXT = random_prompt(0, 110)  # four chunks, of which the last is short
@@ -23,16 +23,20 @@ def lm():
     return tiny_lm(sharpness=4.0)
 
 
-def seen_by(row: int, fed: int) -> np.ndarray:
-    """Mask of a text and a row's tokens: the text is causal, the row sees its chunk, the one before and the first."""
+def seen_by(row: int | None, fed: int) -> np.ndarray:
+    """Mask of a text and a row's tokens: the text is causal, the row sees its chunk, the one before and the first.
+
+    A row without a number sees all of the text.
+    """
     length = len(TEXT)
     mask = np.tril(np.ones((length + fed, length + fed), bool))
     place = np.arange(length)
-    mask[length:, :length] = (place // CHUNK == row) | (place // CHUNK == row - 1) | (place < CHUNK)
+    if row is not None:
+        mask[length:, :length] = (place // CHUNK == row) | (place // CHUNK == row - 1) | (place < CHUNK)
     return mask
 
 
-def unrolled(lm, row: int, fed: list[int], counted: np.ndarray):
+def unrolled(lm, row: int | None, fed: list[int], counted: np.ndarray):
     """The margin as a function of what is added to the heads' outputs, and the last call's attention."""
     tokens = jnp.asarray([[*TEXT, *fed]])
     mask = jnp.asarray(seen_by(row, len(fed)))
@@ -55,35 +59,49 @@ def unrolled(lm, row: int, fed: list[int], counted: np.ndarray):
     return run
 
 
+def expected_targets(lm, row: int | None, fed: list[int], counted: np.ndarray):
+    """Of each layer: the three targets of all tokens of the text [3, Hkv, L], and norms of slopes [Hkv, n]."""
+    run = unrolled(lm, row, fed, counted)
+    zeros = jnp.zeros((CONFIG.num_layers, len(fed), CONFIG.num_heads, CONFIG.head_dim))
+    slopes, states = jax.grad(run, has_aux=True)(zeros)
+    for layer, (p, v, out) in enumerate(states):
+        p = np.asarray(p)[:, :, len(TEXT) :, : len(TEXT)] * counted[:, None]
+        slope, out = (np.asarray(x).reshape(len(fed), 2, GROUP, -1) for x in (slopes[layer], out[len(TEXT) :]))
+        norm, values = np.linalg.norm(slope, axis=-1).transpose(1, 2, 0), np.asarray(v)[: len(TEXT)]
+        change = np.einsum("nhgd,lhd->hgnl", slope, values) - (slope * out).sum(-1).transpose(1, 2, 0)[..., None]
+        worth = (p * norm[..., None]).max((1, 2)) * np.linalg.norm(values, axis=-1).T
+        yield np.stack([worth, p.max((1, 2)), (p * np.abs(change)).max((1, 2))]), norm.max(axis=1) * counted
+
+
 def test_targets_are_those_of_the_unrolled_model(lm):
-    layers = read_inputs(lm, TEXT)
-    found = dict(repetition_targets(lm, TEXT, layers, REQUEST, CHUNK))
-    tokens, counted = repetition_rows(TEXT, REQUEST, CHUNK)
-    assert counted.sum() == len(TEXT) - len(tokens)
+    layers, rows = read_inputs(lm, TEXT), repetition_rows(TEXT, REQUEST, CHUNK)
+    found = dict(text_targets(lm, TEXT, layers, rows))
+    assert rows.counted.sum() == len(TEXT) - len(rows.tokens)
     norms = np.zeros((CONFIG.num_layers, CONFIG.num_kv_heads))
-    for row in range(len(tokens)):
+    for row in range(len(rows.tokens)):
         chunk = np.arange(row * CHUNK, min((row + 1) * CHUNK, len(TEXT)))
-        fed = tokens[row, : len(REQUEST) + len(chunk)].tolist()
-        used = counted[row, : len(fed)]
-        run = unrolled(lm, row, fed, used)
-        zeros = jnp.zeros((CONFIG.num_layers, len(fed), CONFIG.num_heads, CONFIG.head_dim))
-        slopes, states = jax.grad(run, has_aux=True)(zeros)
-        for layer, (p, v, out) in enumerate(states):
-            p = np.asarray(p)[:, :, len(TEXT) :, chunk] * used[:, None]
-            slope, out = (np.asarray(x).reshape(len(fed), 2, GROUP, -1) for x in (slopes[layer], out[len(TEXT) :]))
-            norm, values = np.linalg.norm(slope, axis=-1).transpose(1, 2, 0), np.asarray(v)[chunk]
-            change = np.einsum("nhgd,lhd->hgnl", slope, values) - (slope * out).sum(-1).transpose(1, 2, 0)[..., None]
-            size = np.linalg.norm(values, axis=-1).T
-            expected = (p * norm[..., None]).max((1, 2)) * size, p.max((1, 2)), (p * np.abs(change)).max((1, 2))
-            np.testing.assert_allclose(found[layer].values[:, :, chunk], np.stack(expected), rtol=2e-3, atol=1e-6)
-            norms[layer] += (norm.max(axis=1) * used).sum(axis=-1)
+        fed = rows.tokens[row, : len(REQUEST) + len(chunk)].tolist()
+        for layer, (expected, norm) in enumerate(expected_targets(lm, row, fed, rows.counted[row, : len(fed)])):
+            actual = found[layer].values[:, :, chunk]
+            np.testing.assert_allclose(actual, expected[..., chunk], rtol=2e-3, atol=1e-6)
+            norms[layer] += norm.sum(axis=-1)
     for layer, inputs in enumerate(layers):
         size = np.linalg.norm(inputs.v[0, : len(TEXT)], axis=-1).mean(axis=0)
-        np.testing.assert_allclose(found[layer].head_weight, norms[layer] / counted.sum() * size, rtol=1e-3)
+        np.testing.assert_allclose(found[layer].head_weight, norms[layer] / rows.counted.sum() * size, rtol=1e-3)
+
+
+def test_targets_of_questions_are_their_maximum(lm):
+    tokens, counted = np.array([random_prompt(seed, 12) for seed in (1, 2)], np.int32), np.zeros((2, 12), np.float32)
+    counted[0, 5:11] = counted[1, 3] = 1
+    found = dict(text_targets(lm, TEXT, read_inputs(lm, TEXT), TextRows(tokens, counted)))
+    each = [list(expected_targets(lm, None, ids.tolist(), use)) for ids, use in zip(tokens, counted, strict=True)]
+    for layer, ((first, _), (second, _)) in enumerate(zip(*each, strict=True)):
+        actual = found[layer].values[..., : len(TEXT)]
+        np.testing.assert_allclose(actual, np.maximum(first, second), rtol=2e-3, atol=1e-6)
 
 
 def test_derivative_equals_finite_differences(lm):
-    tokens, counted = repetition_rows(TEXT, REQUEST, CHUNK)
+    tokens, counted, _ = repetition_rows(TEXT, REQUEST, CHUNK)
     run = unrolled(lm, 1, tokens[1, : len(REQUEST) + CHUNK].tolist(), counted[1, : len(REQUEST) + CHUNK])
     shape = (CONFIG.num_layers, len(REQUEST) + CHUNK, CONFIG.num_heads, CONFIG.head_dim)
     slopes, _ = jax.grad(run, has_aux=True)(jnp.zeros(shape))
@@ -99,7 +117,8 @@ def test_maps_are_ridge_regressions(lm):
     found = fit_worth(lm, texts, targets=TARGETS, chunk=CHUNK, progress=lambda *stage: stages.append(stage))
     assert stages == [("fit", 1, 2), ("fit", 2, 2), ("measure", 1, 2), ("measure", 2, 2)]
     read = [read_inputs(lm, ids) for ids in texts]
-    targets = [dict(repetition_targets(lm, ids, of_text, [], CHUNK)) for ids, of_text in zip(texts, read, strict=True)]
+    rows = [repetition_rows(ids, [], CHUNK) for ids in texts]
+    targets = [dict(text_targets(lm, *each)) for each in zip(texts, read, rows, strict=True)]
     predicted = []
     for layer in range(CONFIG.num_layers):
         wide = np.concatenate([np.asarray(of_text[layer].x[0, :96], np.float64) for of_text in read[:2]])
