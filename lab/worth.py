@@ -11,6 +11,7 @@ Records are those of `late_facts` and `reading_loss`. A method's cache is a mask
 from __future__ import annotations
 
 import dataclasses
+import functools
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,13 +31,13 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.lab.benchmarks.common import Compilations
 from tca_jax.lab.evaluation import late_facts, reading_loss, sticks
-from tca_jax.lab.evaluation.by_layers import Answers, MaskedRead, ask
+from tca_jax.lab.evaluation.by_layers import Answers, MaskedRead, ask, question_scores
 from tca_jax.lab.evaluation.late_documents import LateDocument, draw_text, late_document, repeating_document
 from tca_jax.lab.evaluation.sticks import Record
 from tca_jax.lab.sparse_reading import BLOCK, FIRST, LayerRead, Reading, attended_share, block_means, read_sparsely
 
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
-FIT = "worth_fit"
+_OBSERVED, _SPREAD = 64, 16  # last queries of a prompt; tokens that a score counts for
 Predictions = dict[str, Float32[np.ndarray, "heads L"]]  # of all layers' heads, by target
 MapsOption = Annotated[Path, typer.Option(help="Folder that `fit` wrote.")]
 
@@ -154,6 +155,18 @@ def _with_means(k: Array, v: Array, kept: Bool[Array, "1 Hkv L"], length: Array)
     return k, v, bias[None], count
 
 
+@functools.partial(jax.jit, static_argnames=("reserve",))
+def _with_reserve(
+    kept: Bool[Array, "1 Hkv L"], scores: Float32[Array, "Q Hkv L"], reserve: int
+) -> Bool[Array, "Q Hkv L"]:
+    """Kept tokens of each question, with `reserve` more of each head; scores count for what follows, too."""
+    before = ((0, 0), (0, 0), (_SPREAD - 1, 0))
+    spread = jax.lax.reduce_window(scores, -jnp.inf, jax.lax.max, (1, 1, _SPREAD), (1, 1, 1), before)
+    outside = jnp.where(kept, -1.0, spread)
+    least = jax.lax.top_k(outside, reserve)[0][..., -1:]
+    return kept | (outside >= jnp.maximum(least, 0.0))
+
+
 class LateSheet:
     """A document with its questions, asked under any keeping and reading."""
 
@@ -203,6 +216,20 @@ class LateSheet:
         for share in shares:
             masks = kept_masks(RULE, predicted, self._maps, share, len(layers))
             yield self._record(reading_label(reading), share, *self._ask(masks, keys=keys, attended=attended))
+
+    def asked_in_prompts(self, share: float, reserve: int) -> Record:
+        """Of prompts that end in the question: each head also keeps what the last queries attend to."""
+        rows, everything = self._document.rows, np.ones_like(self._predicted["worth"], bool)
+        kept = kept_masks(RULE, self._predicted, self._maps, share, len(self._keys))
+        read, _ = masked_read(self._ids, self._keys, kept, 1.0, means=False)
+        ends = (self._document.counted > 0).argmax(axis=1)[:, None]  # of questions
+        questions = (np.arange(rows.shape[1]) <= ends) & (np.arange(rows.shape[1]) > ends - _OBSERVED)
+        full, _ = masked_read(self._ids, self._keys, everything, 1.0, means=False)
+        scores = question_scores(self._lm, full, rows, questions)
+        read = read._replace(masks=[_with_reserve(*each, reserve) for each in zip(read.masks, scores, strict=True)])
+        sizes = {"kept": read.kept_share, "kv_share": read.kept_share, "attended": 1.0}
+        label = f"{RULE.label}, question in the prompt, reserve {reserve}"
+        return self._record(label, share, ask(self._lm, read, rows), sizes)
 
     def _record(self, method: str, share: float | None, answers: Answers, sizes: Record) -> Record:
         found = late_facts.compared(answers, self._reference, self._document)
@@ -267,7 +294,7 @@ def late(
     maps: MapsOption,
     out: sticks.OutOption,
     shares: Annotated[str, typer.Option(help="Kept shares in all, by commas.")] = "0.125,0.2,0.33",
-    variants: Annotated[str, typer.Option(help="rule, keeping, reading; by commas.")] = "rule",
+    variants: Annotated[str, typer.Option(help="rule, keeping, prompt, reading; by commas.")] = "rule",
     other: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of another fit; repeatable.")] = None,
     tokens: sticks.TokensOption = 16_384,
     documents: Annotated[int, typer.Option(min=1)] = 20,
@@ -288,6 +315,8 @@ def late(
             yield from (sheet.kept(keeping, share) for share in wanted)
         for name, of_name in refits.items():
             yield from (sheet.kept(RULE, share, of_name, name) for share in wanted)
+        for reserve in (128, 512) if "prompt" in variants else ():
+            yield sheet.asked_in_prompts(0.2, reserve)
         for reading in LATE_READINGS if "reading" in variants else ():
             yield from sheet.read(reading, [*wanted[1:], 1.0])
 

@@ -50,8 +50,9 @@ class MaskedRead(NamedTuple):
 
     ids: list[int]
     keys: list[tuple[Array, Array]]  # k, v [1, L', Hkv, d] of each layer
-    # Kept tokens of each layer; or what is added to the logits of keys, which may then be more than the tokens.
-    masks: list[Bool[Array, "1 Hkv _"] | Float32[Array, "1 Hkv _"]]
+    # Kept tokens of each layer, for all rows that are asked or for each; or what is added to the logits of keys, which
+    # may then be more than the tokens.
+    masks: list[Bool[Array, "_ Hkv _"] | Float32[Array, "1 Hkv _"]]
     attended_share: float
 
     @property
@@ -115,6 +116,21 @@ class Answers(NamedTuple):
 
 def ask(lm: LM, read: MaskedRead, rows: Int32[np.ndarray, "Q n"]) -> Answers:
     """Answers rows that follow a document; no row sees another."""
+    passed, _ = _asked(lm, read, rows, None)
+    return Answers(*(on_host(found).reshape(rows.shape) for found in passed.finish(_judge)))
+
+
+def question_scores(
+    lm: LM, read: MaskedRead, rows: Int32[np.ndarray, "Q n"], questions: Bool[np.ndarray, "Q n"]
+) -> list[Float32[Array, "Q Hkv _"]]:
+    """The most attention that each token of a document gets from these tokens of rows, in each layer."""
+    return list(_asked(lm, read, rows, jnp.asarray(questions))[1])
+
+
+def _asked(
+    lm: LM, read: MaskedRead, rows: Int32[np.ndarray, "Q n"], questions: Array | None
+) -> tuple[LayerPass, list[Any]]:
+    """A pass of rows that has run, and what its layers measured."""
     positions = np.broadcast_to(len(read.ids) + np.arange(rows.shape[1], dtype=np.int32), rows.shape)
     passed = LayerPass(lm, rows, positions)
     there = jnp.arange(read.keys[0][0].shape[1]) < len(read.ids)
@@ -122,11 +138,9 @@ def ask(lm: LM, read: MaskedRead, rows: Int32[np.ndarray, "Q n"]) -> Answers:
     def arrays(number: int) -> tuple[Any, ...]:
         mask = read.masks[number]
         bias = jnp.where(mask & there, 0.0, -jnp.inf) if mask.dtype == bool else mask
-        return *read.keys[number], bias
+        return *read.keys[number], bias, questions
 
-    for _ in passed.layers(_attend_after, arrays, rows=len(rows)):
-        pass
-    return Answers(*(on_host(found).reshape(rows.shape) for found in passed.finish(_judge)))
+    return passed, list(passed.layers(_attend_after, arrays, rows=len(rows)))
 
 
 @functools.partial(jax.jit, static_argnames=("repetition",))
@@ -177,14 +191,14 @@ def _attend(
     return out, (q, k, v, pairs / causal_pairs(lengths))
 
 
-@functools.partial(attention_program, static=("rows",), measures=False)
+@functools.partial(attention_program, static=("rows",))
 def _attend_after(
-    q: Array, k: Array, v: Array, old_k: Array, old_v: Array, bias: Array, *, rows: int
-) -> Float[Array, "1 P Hq d"]:
-    """Attention of questions, row by row, over a document's keys with `bias` [1, Hkv, L'], and their own."""
+    q: Array, k: Array, v: Array, old_k: Array, old_v: Array, bias: Array, questions: Array | None, *, rows: int
+) -> tuple[Float[Array, "1 P Hq d"], Float32[Array, "Q Hkv _"] | None]:
+    """Attention of questions, row by row, over a document's keys with `bias` [1 or Q, Hkv, L'], and their own."""
 
-    def of_row(row: tuple[Array, Array, Array]) -> Float[Array, "n Hq d"]:
-        q, k, v = row
+    def of_row(row: tuple[Array, ...]) -> tuple[Float[Array, "n Hq d"], Array | None]:
+        q, k, v, bias, *question = row
         grouped, scale = q.reshape(len(q), k.shape[1], -1, q.shape[-1]), 1 / math.sqrt(q.shape[-1])
 
         def scores(keys: Array) -> Array:
@@ -192,13 +206,16 @@ def _attend_after(
 
         causal = jnp.arange(len(k)) <= jnp.arange(len(q))[:, None]
         own = jnp.where(causal, scores(k), -jnp.inf)
-        both = jnp.concatenate([scores(old_k[0]) + bias[0, :, None, None], own], axis=-1)
-        old, new = jnp.split(jax.nn.softmax(both, axis=-1).astype(v.dtype), [old_k.shape[1]], axis=-1)
+        p = jax.nn.softmax(jnp.concatenate([scores(old_k[0]) + bias[:, None, None], own], axis=-1), axis=-1)
+        most = jnp.where(question[0][:, None], p[..., : old_k.shape[1]], 0).max(axis=(1, 2)) if question else None
+        old, new = jnp.split(p.astype(v.dtype), [old_k.shape[1]], axis=-1)
         out = jnp.einsum("hgnl,lhd->nhgd", old, old_v[0]) + jnp.einsum("hgnl,lhd->nhgd", new, v)
-        return out.reshape(q.shape)
+        return out.reshape(q.shape), most
 
     parts = tuple(x.reshape(rows, -1, *x.shape[2:]) for x in (q, k, v))
-    return jax.lax.map(of_row, parts).reshape(q.shape)
+    asked = () if questions is None else (questions,)
+    out, most = jax.lax.map(of_row, (*parts, jnp.broadcast_to(bias, (rows, *bias.shape[1:])), *asked))
+    return out.reshape(q.shape), most
 
 
 @layer_program

@@ -7,7 +7,7 @@ import pytest
 
 from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
 from tca_jax.lab.sparse_reading import BLOCK, _attend
-from tca_jax.lab.worth import KEEPINGS, Keeping, kept_masks, masked_read
+from tca_jax.lab.worth import KEEPINGS, Keeping, _with_reserve, kept_masks, masked_read
 
 HEADS, GROUP, SIZE = 2, 2, 16
 
@@ -92,3 +92,12 @@ def test_means_stand_for_evicted_tokens():
     np.testing.assert_allclose(bias[1, tokens], np.log((~kept[1, :BLOCK]).sum()), rtol=1e-6)
     assert np.array_equal(bias[:, :tokens] == 0, kept)
     assert share == pytest.approx(kept.mean() + 1 / BLOCK)
+
+
+def test_a_reserve_is_each_heads_own():
+    kept = jnp.zeros((1, 2, 64), bool).at[0, 1, 40].set(True)
+    scores = jnp.zeros((1, 2, 64)).at[0, 0, 5].set(0.9).at[0, 0, 50].set(0.5).at[0, 1, 40].set(0.8).at[0, 1, 3].set(0.1)
+    found = np.asarray(_with_reserve(kept, scores, 20))[0]
+    assert np.array_equal(np.flatnonzero(found[0]), [*range(5, 21), *range(50, 64)])  # ties of the second are kept
+    assert found[1, 3:19].all()
+    assert found[1, 40:56].all()
