@@ -57,7 +57,6 @@ FIRST = (
 INTEGRATION = (
     "calibrate/test_mesh.py",
     "engine/test_mesh.py",
-    "engine/test_several_gpus.py",
     "lab/benchmarks",
     "lab/evaluation/test_answering.py",
     "lab/harness",

@@ -32,6 +32,11 @@ class Watched(Program):
 
 KEY = "a-key"
 MODEL = "tiny"
+QUESTION = [{"role": "user", "content": "Who jumps?"}]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 class Running:

@@ -48,15 +48,6 @@ def check_same(many, one):
         assert many.losses[name] == pytest.approx(losses, abs=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of a short text
-def test_profiles_of_scores_are_those_of_one_device():
-    config = dataclasses.replace(TCA, density="random", criterion="retained_mass")  # draws go by the numbers of heads
-    texts, other = [TEXT, TEXT[:90]], dataclasses.replace(config, seed=1)
-    one, many = (tca_jax.calibrate(lm, texts, config) for lm in (lm_of(), on_mesh((1, 2))))
-    check_same(many, one)
-    assert np.abs(tca_jax.calibrate(lm_of(), texts, other).scores - one.scores).max() > 1e-3  # so they matter
-
-
 def test_profiles_by_worth_are_those_of_one_device():
     out = tca_jax.generate(sharp(), TEXT[:8], max_new_tokens=392, temperature=1.0, stop_token_ids=())
     text = TEXT[:8] + out.tokens[0]

@@ -168,15 +168,6 @@ def test_facts_take_a_tenth_at_most(length):
     assert bool(hidden) == (length >= 1000)
 
 
-def test_facts_and_copies_by_default():
-    lm = Encoder(32_768, shipped_tokenizer())
-    (text,) = probed_texts(lm, [lines(20_000)], None, CONFIG)
-    assert [segment.kind for segment in text.segments] == ["follow", *["facts"] * 14, *["copy"] * 4]
-    assert probed_texts(lm, [lines(20_000)], ["copy", "facts"], CONFIG) == [text]
-    (facts,) = probed_texts(lm, [lines(20_000)], "facts", CONFIG)
-    assert facts.segments == text.segments[:15]
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "rendered"),
     [
@@ -190,13 +181,6 @@ def test_pairs_are_lines_or_turns(tokenizer, rendered):
     assert [text_of(pair.ids) for pair in of_kind(text, "pairs")] == rendered
     # These tokenizers do not say which characters a token is made of.
     assert all(all(pair.answers) for pair in of_kind(text, "pairs"))
-
-
-def test_pairs_of_token_ids_need_no_tokenizer():
-    probes = [[([5, 6], [7]), ([8], [9, 10])], [((1,), np.array([2]))]]
-    texts = probed_texts(Encoder(), [distinct(100), distinct(50)], probes, CONFIG)
-    assert [[pair.ids for pair in of_kind(text, "pairs")] for text in texts] == [[(5, 6, 7), (8, 9, 10)], [(1, 2)]]
-    assert [pair.answers for pair in of_kind(texts[0], "pairs")] == [(False, False, True), (False, True, True)]
 
 
 # A template that strips, one that announces what it then leaves out, one that writes more, one that rewrites.

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_lowering import abstract_mesh
-from hlo import operations
 from implementations import INTERPRET, implementation
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 from meshes import ROWS, chunks_of, lm_of, mesh_of, needs_8_devices, with_tca
 from tiny import random_prompt
 
 import tca_jax
-from tca_jax.engine import contexts, request
 from tca_jax.engine.cache import CacheLayout
-from tca_jax.engine.mesh import SAME, OverMesh, balanced_orders, balanced_together
 from tca_jax.engine.score import score_answers
 from tca_jax.models.rope import RopeConfig
-from tca_jax.models.sharding import DATA
 from tca_jax.pallas_kernels import backends
-from tca_jax.programs import results_of
 
 pytestmark = needs_8_devices
 
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((70, 23, 55, 90))]
 NEW_TOKENS = 25  # with blocks of 8: each row's window is left by three of them
-
-
-_answers: dict[str, tca_jax.Output] = {}
 
 
 SLOW = pytest.mark.slow
@@ -90,17 +79,6 @@ def test_small_chunks_say_what_one_device_says(monkeypatch):
     check_same(many)
 
 
-def test_rows_that_end_early_change_no_others():
-    one, many = lm_of(), lm_of(mesh_of((2, 2)))
-    free = tca_jax.generate(one, PROMPTS, max_new_tokens=12)
-    stops = [free.tokens[0][2]]  # the first row's device has ended when the others have not
-    expected = tca_jax.generate(one, PROMPTS, max_new_tokens=12, stop_token_ids=stops)
-    out = tca_jax.generate(many, PROMPTS, max_new_tokens=12, stop_token_ids=stops)
-    assert out.tokens == expected.tokens
-    assert out.finish_reasons == expected.finish_reasons
-    assert "stop" in out.finish_reasons
-
-
 def test_generate_tokens_over_a_mesh_inside_jit():
     one, many = with_tca(lm_of()), with_tca(lm_of(mesh_of((2, 2))))
     tokens, lengths = np.array([random_prompt(0, 40), random_prompt(1, 40)]), np.array([40, 31])
@@ -110,102 +88,9 @@ def test_generate_tokens_over_a_mesh_inside_jit():
         return tca_jax.generate_tokens(lm, tokens, lengths, jax.random.key(0), max_new_tokens=20, stop_tokens=())
 
     np.testing.assert_array_equal(answer(many, tokens, lengths), answer(one, tokens, lengths))
-
-
-def test_statistics_count_bytes_of_devices():
-    one, many = (
-        tca_jax.generate(with_tca(lm), PROMPTS, max_new_tokens=8).stats for lm in (lm_of(), lm_of(mesh_of((2, 2))))
-    )
-    assert (one.devices, many.devices) == (1, 4)
-    assert many.kv_cache_bytes_per_device * 4 == many.kv_cache_bytes
-    assert one.kv_cache_bytes_per_device == one.kv_cache_bytes <= many.kv_cache_bytes  # regions of the largest device
-    assert many.kv_cache_bytes < 1.3 * one.kv_cache_bytes
-    assert one.full_kv_cache_bytes <= many.full_kv_cache_bytes < 1.3 * one.full_kv_cache_bytes
-
-
-def request_of(lm: tca_jax.LM) -> request.Request:
-    """A batch that the mesh's devices share."""
-    return request.Request.create(
-        lm,
-        PROMPTS,
-        max_new_tokens=NEW_TOKENS,
-        sampling=tca_jax.Sampling(),
-        seed=0,
-        stop=(),
-        stop_token_ids=None,
-        backend="auto",
-    )
-
-
-def program_text(lm: tca_jax.LM, program: str = "step") -> str:
-    """Its compiled start, or decoding step."""
-    one = request_of(lm)
-    start = one._prepare_start()[0]
-    if program == "start":
-        return start._executable.as_text()
-    args = request._decode._function.place(
-        lm, (one._started(results_of(start)), one.shared, jnp.int32(9), one.sampling)
-    )
-    step = jax.jit(request._decode._function, static_argnames=("backend",))
-    return step.lower(lm, *args, backend=one.backend).compile().as_text()
-
-
-def collectives(program: str, kind: str) -> int:
-    """How many there are of a kind of collective operation, in both its forms."""
-    return len(re.findall(rf"= \S+ {kind}(?:-start)?\(", program))
-
-
-@pytest.mark.parametrize(("program", "gathers"), [("step", 0), ("start", 1)])  # few embeddings are summed
-def test_programs_sum_twice_a_layer(program, gathers):
-    sums = []
-    for layers in (2, 4):
-        lm = lm_of(mesh_of((1, 4)), num_layers=layers).with_method("streaming", sinks=0, window=16, block_size=8)
-        text = program_text(lm, program)
-        sums.append(collectives(text, "all-reduce"))
-        assert collectives(text, "all-gather") <= gathers
-        assert not re.search("all-to-all|collective-permute|reduce-scatter", text)
-    assert sums[1] - sums[0] == 2 * 2
-    if program == "step":
-        assert sums[0] == 2 * 2 + 2  # one each for the tokens' embeddings and for the logits
-        assert not re.search("all-reduce|all-gather", program_text(lm_of()))
-        assert not re.search("all-to-all|collective-permute", program_text(with_tca(lm_of(mesh_of((1, 4))))))
-
-
-def test_empty_arrays_stay_out_of_mesh_programs():
-    def echoed(lm: tca_jax.LM, tokens: jax.Array, stops: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return tokens + jnp.isin(tokens, stops), stops + 1
-
-    lm, tokens, stops = lm_of(mesh_of((2, 2))), jnp.arange(4), jnp.zeros(0, jnp.int32)
-    program = jax.jit(OverMesh(echoed, (PartitionSpec(DATA), SAME), (PartitionSpec(DATA), SAME)))
-    with jax.set_mesh(lm.mesh):
-        text = program.lower(lm, tokens, stops).as_text()
-        got, still_empty = program(lm, tokens, stops)
-    inputs = re.search(r"manual_axes=.*?\((.*)\)", text)
-    assert inputs is not None
-    assert "tensor<2xi32>" in inputs[1]
-    assert "tensor<0x" not in inputs[1]
-    assert got.tolist() == [0, 1, 2, 3]
-    assert still_empty.shape == (0,)
-
-
-def test_meshes_that_do_not_fit_are_refused():
-    lm = lm_of(mesh_of((2, 2)))
-    for call, message in (
-        (lambda: lm_of(mesh_of((1, 8))), "model=8 devices, but tiny has 4 KV heads: 1, 2 or 4 fit"),
-        (lambda: lm_of(mesh_of((1, 4)), intermediate_size=90), "inner width of 90: 1 or 2 fit"),
-        (lambda: lm_of(mesh_of((2, 2), ("x", "model"))), "axes must be 'data' and 'model'"),
-        (lambda: tca_jax.generate(lm, PROMPTS[:3]), "prompts are 3: must be a multiple of 2, the devices on 'data'"),
-        (lambda: tca_jax.prefill(lm, PROMPTS[:1]), "prompts are 1"),
-        (lambda: tca_jax.score(lm, PROMPTS[:1]), "texts are 1"),
-        (
-            lambda: tca_jax.generate_tokens(
-                lm, np.ones((1, 4), int), np.array([4]), jax.random.key(0), max_new_tokens=4
-            ),
-            "rows of tokens are 1",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    for call, argument in ((tca_jax.generate, "prompts"), (tca_jax.score, "texts")):
+        with pytest.raises(ValueError, match=f"{argument} are 3: must be a multiple of 2, the devices on 'data'"):
+            call(many, PROMPTS[:3])
 
 
 DOCUMENTS = [random_prompt(0, 61), random_prompt(1, 44)]
@@ -228,16 +113,6 @@ def read() -> tca_jax.Context:
 @pytest.fixture(scope="module")
 def expected(read) -> list[list[int]]:
     return ask(sparse_on(), read)
-
-
-def test_contexts_grow_as_on_one_device():
-    answers = []
-    for lm in (sparse_on(), sparse_on((1, 2))):
-        context = tca_jax.prefill(lm, DOCUMENTS[0])
-        for part in (random_prompt(4, 30), random_prompt(5, 50)):
-            context = tca_jax.prefill(lm, part, context=context)
-        answers.append(ask(lm, context))
-    assert answers[0] == answers[1]
 
 
 def test_a_saved_context_returns_to_its_mesh_alone(tmp_path, read, expected):
@@ -286,26 +161,6 @@ def shared() -> tca_jax.Context:
     return tca_jax.prefill(dense_on(mesh_of((1, 4))), LONG)
 
 
-def test_devices_hold_about_as_much():
-    loads = np.tile([1000, 50, 40, 30, 20, 900, 10, 60], (6, 1))
-    orders = balanced_together(loads, 4)
-    assert all(sorted(order) == list(range(8)) for order in orders)
-    by_device = np.take_along_axis(loads, np.asarray(orders), axis=1).reshape(6, 4, 2)
-    totals = by_device.sum(axis=(0, 2))
-    assert totals.max() <= 1.02 * totals.mean()
-    assert by_device.sum(axis=2).max() == 1010  # the two largest of a layer are never on one device
-    assert (np.diff(by_device, axis=2) <= 0).all()  # the largest of a device first
-
-
-def test_balanced_heads_are_not_moved():
-    policy = dense_on().method.cache
-    own = (tuple(range(4)),) * FOUR
-    dealt = balanced_orders(policy, FOUR, 4, 4, 4096)
-    assert sorted(order.index(1) for order in dealt) == [0, 1, 2, 3]  # each device has the dense head of one layer
-    uniform = tca_jax.methods.get("tca", candidates=3, config=policy.config).cache
-    assert balanced_orders(uniform, FOUR, 4, 4, 4096) == own
-
-
 def test_pages_of_each_device_are_named_once():
     pages = (((4, 1), (2, 0)), ((0, 1), (7, 2)), ((3, 1), (0, 0)))  # [layers][devices][Hkv]
     layout = CacheLayout(8, 16, 3, pages, 5, 100)
@@ -326,21 +181,6 @@ def test_devices_allocate_what_statistics_say(shared):
     assert one <= shared.stats.kv_cache_bytes <= 1.1 * one
 
 
-def test_no_program_over_a_context_copies_the_pool(shared):
-    lm = dense_on(mesh_of((1, 4)))
-    options = {"max_new_tokens": 20, "seed": 0, "stop": (), "stop_token_ids": (), "backend": "auto"}
-    asked = request.Request.create(lm, [[1] * 9, [2] * 14], shared, sampling=tca_jax.Sampling(), **options)
-    program, _ = asked._prepare_start()
-    state = asked._started(results_of(program))
-    step = asked.prepare_step(state)
-    shape = shared.cache.k.shape[2:]
-    for executable in (program, step):
-        text = executable._executable.as_text()
-        found = operations(text, {shape, (1, 1, *shape)})
-        assert "parameter" in found
-        assert found <= {"parameter", "get-tuple-element", "bitcast"}
-
-
 TWO = [random_prompt(0, 100), random_prompt(1, 61)]
 BLOCKS = tca_jax.TCAConfig(block_size=16, window=32)  # the least blocks that the kernels take
 
@@ -357,15 +197,6 @@ def triton_on_this_machine(monkeypatch):
         monkeypatch.setattr(backends, "_load", lambda operation, name: implementation(operation, name))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dress", [lambda lm: lm, with_blocks], ids=["full", "tca"])
-def test_kernels_over_a_mesh_answer_as_xla(dress, triton_on_this_machine):
-    options = {"max_new_tokens": 3, "stop_token_ids": ()}
-    expected = tca_jax.generate(dress(lm_of()), TWO, **options, backend="xla")
-    out = tca_jax.generate(dress(lm_of(mesh_of((2, 2)))), TWO, **options, backend="triton")
-    assert out.tokens == expected.tokens
-
-
 def test_kernels_append_to_a_context_over_a_mesh(triton_on_this_machine):
     answers = []
     for lm, backend in ((with_blocks(lm_of()), "xla"), (with_blocks(lm_of(mesh_of((1, 2)))), "triton")):
@@ -373,34 +204,3 @@ def test_kernels_append_to_a_context_over_a_mesh(triton_on_this_machine):
         out = tca_jax.generate(lm, TWO[1], context=context, max_new_tokens=3, stop_token_ids=(), backend=backend)
         answers.append(out.tokens)
     assert answers[0] == answers[1]
-
-
-OF_THE_MESH = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 12),
-    reason="under shard_map, JAX 0.12 lowers Pallas-Triton for the mesh's devices: a CPU's",
-)
-
-
-@pytest.mark.skipif(not INTERPRET, reason="lowers on a host without a GPU")
-@pytest.mark.parametrize(
-    ("backend", "method", "call"),
-    [
-        pytest.param("triton", "tca", "__gpu$xla.gpu.triton", marks=OF_THE_MESH),
-        pytest.param("triton", "kvzip", "__gpu$xla.gpu.triton", marks=[OF_THE_MESH, pytest.mark.slow]),
-        ("mosaic", "tca", "mosaic_gpu"),
-        ("cudnn", "full", "__cudnn"),
-    ],
-)
-def test_a_prefill_over_a_mesh_lowers_for_gpus(backend, method, call, monkeypatch):
-    monkeypatch.setattr(backends, "_lacks", lambda name: None if name in (backend, "xla") else "nothing")
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
-    jax.clear_caches()  # a trace knows the backends that were there
-    lm = lm_of(mesh_of((2, 4)), head_dim=128, dtype=jnp.bfloat16)
-    options = {"tca": {"candidates": ROWS, "config": tca_jax.TCAConfig(window=128)}}
-    lm = lm.with_method(method, **options.get(method, {}))
-    args = lm, jnp.ones((2, 1024), jnp.int32), jnp.array([1024, 700])
-    program = jax.jit(contexts._read._function, static_argnames=("layout", "backend"))
-    static = {"layout": lm.cache_layout(1, 1024), "backend": (backend, "auto")}
-    with jax.sharding.use_abstract_mesh(abstract_mesh()):
-        text = program.trace(*args, **static).lower(lowering_platforms=("cuda",)).as_text()
-    assert f"custom_call @{call}" in text

@@ -1,6 +1,5 @@
 """Prompts to token ids, tokens to text, and padding."""
 
-import logging
 import types
 
 import jax.numpy as jnp
@@ -84,17 +83,6 @@ def test_messages_may_hold_parts_or_tool_calls(tmp_path):
     parts = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
     call = {"role": "assistant", "content": None, "tool_calls": [{}]}
     assert encode_prompt(lm_with(tmp_path, template), [parts, call]) == encoded("hicalled")
-
-
-def test_the_tokenizers_length_limit_warns_of_nothing(lm, caplog):
-    lm.tokenizer.model_max_length = 10
-    logger = logging.getLogger("transformers")
-    propagates, logger.propagate = logger.propagate, True
-    try:
-        assert len(encode_prompt(lm, "x" * 50)) == 50
-        assert not caplog.records
-    finally:
-        logger.propagate = propagates
 
 
 def test_buckets_hold_every_length_with_little_padding():

@@ -13,13 +13,6 @@ def _random_logits(seed, batch=3, vocabulary=50):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, vocabulary)) * 3, jnp.float32)
 
 
-def test_greedy_takes_the_highest_logit():
-    logits = _random_logits(0)
-    for seed in range(3):
-        token = sample(logits, row_keys(jax.random.key(seed), 3), Sampling())
-        np.testing.assert_array_equal(token, np.argmax(logits, axis=-1))
-
-
 @pytest.mark.parametrize("temperature", [2e-38, np.float32(2e-38)[None]])
 def test_the_smallest_temperature_is_greedy(temperature):
     logits = 10 * _random_logits(0)
@@ -75,23 +68,3 @@ def test_draws_follow_the_distribution():
     draw = jax.jit(jax.vmap(lambda key: sample(logits, key[None], Sampling(temperature=1.0))[0]))
     tokens = np.asarray(draw(jax.random.split(jax.random.key(0), 20000)))
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 20000, [0.5, 0.3, 0.15, 0.05], atol=0.015)
-
-
-def test_draws_do_not_depend_on_other_rows():
-    logits = _random_logits(5)
-    sampling = Sampling(temperature=1.0)
-    together = sample(logits, row_keys(jax.random.key(7), 3), sampling)
-    alone = sample(logits[:1], row_keys(jax.random.key(7), 1), sampling)
-    assert int(together[0]) == int(alone[0])
-
-
-def test_repetition_penalty_also_bends_greedy_choice():
-    logits = jnp.array([[2.0, 1.9, -1.0]])
-    seen = jnp.array([[True, False, False]])
-    token = sample(logits, row_keys(jax.random.key(0), 1), Sampling(repetition_penalty=1.5), seen)
-    assert int(token[0]) == 1
-
-
-def test_neutral_values_switch_a_filter_off():
-    assert Sampling(temperature=0.5, top_p=1.0, min_p=0.0, repetition_penalty=1.0) == Sampling(temperature=0.5)
-    assert Sampling(temperature=0.0, top_k=5, top_p=0.5) == Sampling()

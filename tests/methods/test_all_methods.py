@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import ROWS, lm_of, mesh_of, needs_8_devices
@@ -13,8 +11,6 @@ from tiny import TCA, random_prompt
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.lab.equal_bytes import with_bytes
-from tca_jax.methods.base import Heads
 
 GEOMETRY = {"block_size": 8, "window": 16}
 PROMPTS = [random_prompt(0, 90), random_prompt(1, 61), random_prompt(2, 5)]
@@ -98,34 +94,6 @@ def test_batches_are_their_rows_and_contexts_repeat(case):
     assert answers[0] == answers[1] != answers[2]
 
 
-@pytest.mark.parametrize("case", ["minference", "snapkv", "tca", "tca by readings"])
-def test_statistics_are_means_over_layers(case):
-    lm, prompts = under(case, lm_of()), PROMPTS[:2]
-    share = tca_jax.generate(lm, prompts, max_new_tokens=1, num_samples=2).stats.attended_share
-    scores = tca_jax.score(lm, prompts)  # all queries of all layers
-    assert scores.attended_share == pytest.approx(by_layers(lm, prompts), rel=1e-6)
-    assert share == pytest.approx(np.mean(scores.attended_share), rel=1e-6)
-    assert tca_jax.prefill(lm, prompts).stats.attended_share == pytest.approx(share, rel=1e-6)
-    assert share == 1 if case == "snapkv" else 0.1 < share < 1
-
-
-def by_layers(lm, prompts):
-    """Share of each prompt by the layers' queries and keys."""
-    tokens, lengths = np.zeros((2, 90), np.int32), jnp.array([90, 61], jnp.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-
-    @jax.jit
-    def pairs_of_layers(tokens):
-        def attention(layer, q, k, v, state):
-            return lm.method.prefill.attend(layer, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto")
-
-        positions = jnp.arange(90)[None].repeat(2, axis=0)
-        return lm.decoder(tokens, positions, attention, (None,) * lm.config.num_layers)[1]
-
-    return np.mean(pairs_of_layers(tokens), axis=0) / [90 * 91 / 2, 61 * 62 / 2]
-
-
 @needs_8_devices
 @pytest.mark.parametrize("case", quick_or_slow(("minference", "streaming", "tca", "tca by chance", "tca by readings")))
 def test_a_mesh_answers_as_one_device(case):
@@ -137,11 +105,3 @@ def test_a_mesh_answers_as_one_device(case):
     assert out.stats.attended_share == pytest.approx(expected.stats.attended_share, rel=1e-5)
     assert out.stats.kept_share == pytest.approx(expected.stats.kept_share)
     assert many.head_orders[0] != (0, 1, 2, 3) or not case.startswith("tca")
-
-
-@needs_8_devices
-def test_equal_bytes_on_a_mesh():
-    found = [
-        with_bytes(lm, "snapkv", 0.5, 3000, 64, observation=4, **GEOMETRY) for lm in (lm_of(), lm_of(mesh_of((1, 2))))
-    ]
-    assert found[0].method == found[1].method

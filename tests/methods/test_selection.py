@@ -1,10 +1,8 @@
 """Candidate budgets (Eq. 4 and 7), block orders, the reserve and the two rows of a head, against the float64 oracle."""
 
-import collections
 import dataclasses
 import functools
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,6 @@ from tca_jax import methods
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.methods.base import Heads
 from tca_jax.methods.candidates import (
-    budget_count_table,
     budget_counts,
     candidate_budgets,
     candidate_distributions,
@@ -76,15 +73,6 @@ def test_tied_remainders_go_to_the_smaller_budget():
     np.testing.assert_allclose(candidate_distributions(config)[:3], 0.5, atol=1e-9)
     exact = TCAConfig(block_size=2, window=2, num_candidates=3, sigma=1e12)
     np.testing.assert_array_equal(budget_counts(exact, 3), [[2, 1]] * 3 + [[0, 3]])
-
-
-def test_the_table_holds_all_counts():
-    table = budget_count_table(DEFAULT, 60)
-    assert table.shape == (61, 15, 8)
-    for blocks in range(61):
-        np.testing.assert_array_equal(table[blocks], budget_counts(DEFAULT, blocks))
-    with pytest.raises(ValueError, match="read-only"):
-        table[0, 0, 0] = 1
 
 
 def test_evicted_blocks_keep_the_mean_budgets_floor():
@@ -266,29 +254,6 @@ def test_the_reserve_follows_the_last_queries():
     assert alone.sum() == 6 + 4
 
 
-@pytest.mark.parametrize(
-    ("reserve", "prefill", "passes", "observed", "pools"),
-    [
-        (0, [3, 3], 1, 0, 1),  # as it was before there was a reserve
-        (4, [3, 3], 1, 1, 1),
-        (4, [3, 1], 1, 1, 2),
-    ],
-)
-def test_layers_score_prompts_once(reserve, prefill, passes, observed, pools):
-    config = dataclasses.replace(CONFIG, reserve=reserve)
-    method = methods.configured(config, [[3, 3]], prefill_candidates=[prefill])
-    q, k, v = map(jnp.asarray, qkv(6, 1, 64, 4, 2, 8))
-    layout = CacheLayout.plan(method.cache, 1, 2, 1, 64, 8)
-
-    def run(q, k, v, lengths):
-        return read_layer(method, layout, lengths, (q, k, v), "xla")
-
-    program = str(jax.make_jaxpr(run)(q, k, v, jnp.array([64])))
-    calls = collections.Counter(re.findall(r"name=(\w+)", program))
-    names = ("token_scores", "observation_scores", "select_tokens")
-    assert [calls[name] for name in names] == [passes, observed, pools]
-
-
 def test_prefill_rows_attend_and_cache_rows_stay():
     lengths = np.array([96, 70, 19], np.int32)
     q, k, v = qkv(7, 3, 96, 4, 2, 8)
@@ -309,15 +274,3 @@ def test_prefill_rows_attend_and_cache_rows_stay():
     np.testing.assert_allclose(tail.out[:, -1], last, atol=1e-5)
     dense = np.asarray(tca_jax.attend(q, k, v, jnp.array([DENSE, 5]), jnp.asarray(lengths), CONFIG))
     assert np.abs(dense[0, 95, :2] - last[0, :2]).max() > 1e-2  # the cache row would have answered otherwise
-
-
-def test_rows_that_are_equal_are_one_row():
-    one = methods.configured(CONFIG, [[1, 2]])
-    assert methods.configured(CONFIG, [[1, 2]], prefill_candidates=np.array([[1, 2]])) == one
-    assert one.cache.prefill_capacities(0, 100) is None
-    two = methods.configured(CONFIG, [[1, 2], [3, 4]], prefill_candidates=[[1, 2], [3, 3]]).cache
-    assert two.prefill_capacities(0, 100) is None
-    assert two.prefill_rows(0, 2) is None
-    assert two.prefill_capacities(1, 100) is not None
-    np.testing.assert_array_equal(two.prefill_rows(1, 2), [3, 3])
-    np.testing.assert_array_equal(two.rows(1, 2), [3, 4])

@@ -4,16 +4,13 @@ import dataclasses
 import shutil
 import struct
 import sys
-import time
 
 import gguf
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf.quants import _type_traits, dequantize
 from gguf_files import GgufFile, byte_tokenizer, llama3_factors
-from meshes import mesh_of
 from random_decoders import assert_equal_weights, random_decoder
 from tiny import CONFIG
 
@@ -21,7 +18,6 @@ import tca_jax
 from tca_jax.errors import UserError
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.gguf import find_gguf, open_gguf
-from tca_jax.models.gguf_tokenizer import build_tokenizer
 from tca_jax.models.params import load_checkpoint, save_decoder
 from tca_jax.models.rope import RopeConfig
 
@@ -223,8 +219,6 @@ def with_tensor(name, value):
 FACTORS, EMBEDDING, QUERIES = "rope_freqs.weight", "token_embd.weight", "blk.0.attn_q.weight"
 BAD = {
     "empty": (lambda file: b"", "is truncated"),
-    "short metadata": (lambda file: cut(file, 0.3), "is truncated"),
-    "no data": (lambda file: cut(file, 1.0), r"is truncated: tensor 'token_embd\.weight' ends at byte"),
     "half the data": (lambda file: cut(file, 1.5), r"is truncated: tensor 'blk\.\d\.\w+\.\w+' ends at byte"),
     "long": (on_bytes(lambda content: content + bytes(32)), "32 bytes follow the last tensor"),
     "magic": (on_bytes(lambda content: b"GGML" + content[4:]), "is not a GGUF file"),
@@ -232,27 +226,18 @@ BAD = {
     "version": (on_bytes(patched, 4, "I", 1), r"GGUF version 1: must be one of \[2, 3\]"),
     "big-endian": (on_bytes(patched, 4, "I", 3 << 24), r"\(big-endian\)"),
     "endless keys": (on_bytes(patched, 16, "Q", 2**60), "truncated or corrupt"),
-    "endless text": (on_bytes(patched, 24, "Q", 2**62), "truncated or corrupt"),
     "endless array": (on_bytes(patched, "tokenizer.ggml.tokens", "Q", 2**40, 8), "truncated or corrupt"),
     "UTF-8": (on_bytes(lambda content: content.replace(b"llama.block", b"\xffllama.bloc")), "is not UTF-8"),
     "value type": (
         on_bytes(patched, "llama.block_count", "I", 77, 0),
         "has the unknown value type 77",
     ),
-    "nested array": (
-        on_bytes(patched, "tokenizer.ggml.tokens", "I", 9, 4),
-        "has an array of the value type 9",
-    ),
     "second key": (on_bytes(lambda x: x.replace(b"a.b", b"a.a"), **{"a.a": 1, "a.b": 1}), "a second key 'a.a'"),
     "alignment": (keyed("general.alignment", 24), "general.alignment = 24, must be a power of two"),
-    "split count": (keyed("split.tensors.count", 5), r"split.tensors.count = 5, but there are \d\d"),
     "architecture": (lambda file: dataclasses.replace(file, arch="gemma3"), "architecture = 'gemma3' is not supported"),
     "missing key": (keyed(".block_count", None), "llama.block_count is missing"),
-    "text": (keyed(".block_count", "2"), "llama.block_count = '2': must be an integer"),
-    "flag": (keyed(".rope.freq_base", True), "llama.rope.freq_base = True: must be a positive number"),
     "NaN": (keyed(".rope.freq_base", float("nan")), "rope.freq_base = nan: must be a positive number"),
     "heads by layer": (keyed(".attention.head_count", [4, 2]), "head_count = .*: must be an integer"),
-    "no heads": (keyed(".attention.head_count", 0), "head_count = 0: must be an integer >= 1"),
     "experts": (keyed(".expert_count", 8), "llama.expert_count = 8: must be 0"),
     "partial RoPE": (keyed(".rope.dimension_count", 8), "rope.dimension_count = 8: must be the head size 16"),
     "RoPE type": (
@@ -261,10 +246,8 @@ BAD = {
     ),
     "two scalings": (keyed(".rope.scaling.factor", 4.0), f"'linear' is not supported: .*beside tensor '{FACTORS}'"),
     "RoPE factors": (with_tensor(FACTORS, 1.01 * llama3_factors(16, 500_000.0, 32.0)), f"'{FACTORS}' is not supported"),
-    "RoPE size": (with_tensor(FACTORS, np.ones(7, np.float32)), f"'{FACTORS}' is not supported"),
     "no embedding": (with_tensor(EMBEDDING, None), f"tensor '{EMBEDDING}' is missing"),
     "no keys": (with_tensor("blk.1.attn_k.weight", None), "lacks tensor 'model.layers.1.self_attn.k_proj.weight'"),
-    "few layers": (keyed(".block_count", 3), "lacks tensor 'model.layers.2.self_attn.q_proj"),
     "other tensor": (with_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)), "'model.layers.0.attn_sinks.we"),
     "shape": (with_tensor("output_norm.weight", np.ones(32, np.float32)), r"'model.norm.weight' has shape \[32"),
     "query rows": (with_tensor(QUERIES, np.ones((60, 64), np.float32)), f"'{QUERIES}' has 60 rows for 4 heads"),
@@ -273,7 +256,6 @@ BAD = {
         "there is a second tensor 'blk.0.attn_v.weight'",
     ),
     "five axes": (on_bytes(patched, EMBEDDING, "I", 5, 0), f"tensor '{EMBEDDING}' has 5 axes"),
-    "size 0": (on_bytes(patched, EMBEDDING, "Q", 0, 4), rf"tensor '{EMBEDDING}' has shape \[258, 0\]"),
     "unknown type": (on_bytes(patched, EMBEDDING, "I", 99, 20), f"'{EMBEDDING}' has the unknown type 99"),
     "half a block": (on_bytes(patched, QUERIES, "I", Type.Q4_K, 20), r"has shape \[64, 64\] in type Q4_K"),
     "other type": (on_bytes(patched, QUERIES, "I", Type.F16, 20), r"must begin at"),
@@ -296,62 +278,6 @@ def test_the_gguf_package_is_optional(file, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)  # importing it is now an error
     with pytest.raises(UserError, match=r"model\.gguf: GGUF files need the package gguf: pip install gguf"):
         tca_jax.load(path)
-
-
-class Checked(Exception):
-    """A checkpoint has passed all checks."""
-
-
-@pytest.mark.filterwarnings("ignore")  # damaged numbers overflow, a damaged pre-tokenizer is replaced
-def test_random_damage_is_refused_or_harmless(file, tmp_path, monkeypatch):
-    vocabulary = {"tokens": ["a", "b", "ab", "<|im_end|>"], "token_type": [1, 1, 1, 3], "merges": ["a b"]}
-    vocabulary["eos_token_id"] = 3
-    file = file.changed({f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()})
-    path, content, rng = tmp_path / "model.gguf", file.to_bytes(), np.random.default_rng(0)
-    path.write_bytes(content)
-    intact = open_gguf(path)
-    header = next(iter(intact.tensors.values())).offset
-    expected = {name: intact.get_tensor(name) for name in intact.tensors}
-
-    def description(opened):
-        return opened.config(), {name: tensor.shape for name, tensor in opened.tensors.items()}
-
-    def is_loaded():
-        try:
-            opened = open_gguf(path)
-            build_tokenizer(opened.metadata, str(path))
-            if description(opened) != description(intact):
-                with pytest.raises(Checked):
-                    load_checkpoint(path, opened.config(), jnp.float32)
-        except (UserError, FileNotFoundError) as error:
-            if str(path) not in str(error):
-                raise
-            return False
-        assert opened.tensors.keys() == expected.keys()
-        for name, value in expected.items():
-            np.testing.assert_array_equal(opened.get_tensor(name), value)
-        return True
-
-    def placed(*_):
-        raise Checked
-
-    monkeypatch.setattr("tca_jax.models.params.place_tensor", placed)
-    loaded = 0
-    for _ in range(200):
-        at, damage = int(rng.integers(header)), int(rng.integers(1, 256))
-        path.write_bytes(patched(content, at, "B", content[at] ^ damage))
-        start = time.perf_counter()
-        loaded += is_loaded()
-        assert time.perf_counter() - start < 5
-    assert 0 < loaded < 100
-
-
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
-def test_a_mesh_gets_the_same_parameters(file, tmp_path):
-    path, config, mesh = file.write(tmp_path / "model.gguf"), CONFIGS["llama"], mesh_of((1, 2))
-    alone = load_checkpoint(path, config, jnp.float32).decoder
-    loaded = load_checkpoint(path, config, jnp.float32, mesh=mesh).decoder
-    assert_equal_weights(loaded, alone)
 
 
 def test_a_file_loads_and_generates(file, tmp_path):

@@ -14,8 +14,6 @@ import regex
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tca_jax.errors import UserError
-from tca_jax.lab.models import find
-from tca_jax.models.gguf import open_gguf
 from tca_jax.models.gguf_tokenizer import build_tokenizer, stop_token_ids
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -30,7 +28,6 @@ RULES = {
     "default": [r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", r"[0-9]{3}"],
 }
 GGML = "tokenizer.ggml."
-MODELS = ("smollm2", "qwen-0.5b", "qwen-1.5b")
 SCRIPTS = ["etaoinshrdluEN", "éßøñÅ", "привет", "你好世界日本語カナ한국", "مرحبا", "नमस्तेक्षि", "e\u0301\u0308"]
 SCRIPTS += ["👩\u200d🔬🏽👨\u200d👩\u200d👧🇩🇪"]
 MARKS = ["+-*/=<>(){}[];:,.!?'\"#@$%^&|~`_\\", "0123456789٣Ⅷ½²", " ", "  \t", "\n\r", "\u00a0\u3000\u0085"]
@@ -223,13 +220,6 @@ def test_special_tokens_and_chat_template():
     assert padded.pad_token_id == padded.eos_token_id == metadata[f"{GGML}eos_token_id"]
 
 
-def test_space_before_text_follows_flag():
-    bare = build_tokenizer(of_scores() | {f"{GGML}add_space_prefix": False}, "a")
-    for text in ("fox", " fox"):
-        ids = bare(text, add_special_tokens=False)["input_ids"]
-        assert bare.decode(ids) == text == "".join(bare.convert_ids_to_tokens(ids)).replace("▁", " ")
-
-
 def test_stop_tokens_are_named_or_known():
     metadata = of_bytes("qwen2")
     tokens = metadata[f"{GGML}tokens"]
@@ -245,16 +235,13 @@ def test_stop_tokens_are_named_or_known():
         ("qwen2", "model", "bert", "'bert': must be 'gpt2'"),
         ("qwen2", "pre", "tekken", "'tekken': must be one of default, smollm"),
         ("qwen2", "tokens", None, "is missing"),
-        ("qwen2", "tokens", [], "must hold a token"),
         ("qwen2", "tokens", ["a", "b", "a"], "'a': must be there once"),
         ("qwen2", "token_type", [1, 3], r"must be a list of \d+ numbers"),
         ("qwen2", "merges", ["ab"], "'ab': must be two tokens"),
         ("qwen2", "merges", ["a Ġunmade"], "must be two tokens that make a third"),
         ("qwen2", "eos_token_id", 9999, r"9999: must be a token id in \[0, \d+\)"),
-        ("qwen2", "eos_token_id", True, "True: must be a token id"),
         ("qwen2", "eos_token_id", 2.5, r"2\.5: must be a token id"),
         ("qwen2", "add_bos_token", 1, "1: must be true or false"),
-        ("sentencepiece", "scores", None, "is missing"),
         ("sentencepiece", "scores", [float("nan")] * 500, "must be a list of"),
         ("without a first token", "add_bos_token", True, r"True: needs tokenizer\.ggml\.bos_token_id"),
     ],
@@ -264,16 +251,3 @@ def test_invalid_metadata_is_refused(kind, key, value, message):
     metadata = (SYNTHETIC | nameless)[kind]() | {GGML + key: value}
     with pytest.raises(UserError, match=rf"a\.gguf.*tokenizer\.ggml\.{key}.*{message}"):
         build_tokenizer(metadata, "a.gguf")
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("name", MODELS)
-def test_ids_of_published_models(name):
-    if (path := find(name)) is None:
-        pytest.skip(f"{name}.gguf is missing: python -m tca_jax.lab.models fetch {name}")
-    metadata = open_gguf(path).metadata
-    tokenizer, oracle = build_tokenizer(metadata, path.name), Oracle(metadata)
-    strings = texts(2000, special(metadata))
-    ids = [tokenizer(text)["input_ids"] for text in strings]
-    assert ids == [oracle(text) for text in strings]
-    assert [tokenizer.decode(each) for each in ids] == strings

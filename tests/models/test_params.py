@@ -1,9 +1,8 @@
-"""Weights from safetensors folders: dtypes, shards, little host memory, and errors that name the file."""
+"""Weights from safetensors folders: dtypes, shards, and errors that name the file."""
 
 import contextlib
 import dataclasses
 import json
-import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from random_decoders import assert_equal_weights, random_decoder
 from safetensors.numpy import load_file, save_file
 
 from tca_jax.models.config import ModelConfig, read_config
-from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import EMBEDDING, HEAD
 from tca_jax.models.params import load_checkpoint, load_decoder, save_decoder
 
@@ -72,25 +70,6 @@ def test_saved_weights_load_back(family, stored, wanted, sharded, config_entries
     total = sum(jnp.dtype(stored).itemsize * x.size for x in jax.tree.leaves(nnx.state(decoder)))
     assert calls[-1] == (total, total)
     assert calls == sorted(set(calls))
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("widest", [{"intermediate_size": 4096}, {"head_dim": 1024}])
-def test_host_memory_stays_near_one_tensor(widest, config_entries, tmp_path):
-    """Queries, keys and values, which are one parameter, are never on the host together."""
-    shape = {"hidden_size": 256, "num_hidden_layers": 6} | widest
-    decoder = Decoder(ModelConfig.from_hf(config_entries("llama", **shape)), rngs=nnx.Rngs(0))
-    save_decoder(tmp_path, decoder, jnp.bfloat16)
-    load_decoder(tmp_path, decoder.config, jnp.bfloat16)  # what is compiled and imported once is not counted
-    sizes = [tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values()]
-    tracemalloc.start()
-    try:
-        load_decoder(tmp_path, decoder.config, jnp.bfloat16)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert sum(sizes) > 15 * max(sizes)
-    assert max(sizes) <= peak < 2.5 * max(sizes)  # a second one may still be on its way to the device
 
 
 def test_a_tied_checkpoint_may_hold_a_head(config_entries, tmp_path):
@@ -155,8 +134,6 @@ def test_wrong_tensors_are_named(change, message, config, tmp_path):
     ("sizes", "message"),
     [
         ({"num_layers": 10**9}, r"lacks tensor 'model\.layers\.999999999\.self_attn\.q_proj\.weight'"),
-        ({"vocab_size": 10**9}, r"'model\.embed_tokens\.weight' has shape \[67, 32\] .* \[1000000000, 32\]"),
-        ({"intermediate_size": 10**9}, r"1\.mlp\.gate_proj\.weight' has shape \[48, 32\] .* \[1000000000, 32\]"),
         ({"num_heads": 10**9}, r"1\.self_attn\.q_proj\.weight' has shape \[32, 32\] .* \[4000000000, 32\]"),
         ({"num_kv_heads": 8}, r"1\.self_attn\.k_proj\.weight' has shape \[16, 32\] .* \[32, 32\]"),
     ],
@@ -181,8 +158,6 @@ THIRD = "model-00003-of-00003.safetensors"
         (THIRD, b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer .*git lfs pull"),
         (INDEX, None, f"holds neither .*{INDEX} nor a GGUF file"),
         (INDEX, b"{", f"{INDEX} is not valid JSON"),
-        (INDEX, b"[]", f"{INDEX} holds a list"),
-        (INDEX, b"{}", f"{INDEX} is corrupt: weight_map must be an object"),
         (INDEX, b'{"weight_map": {"model.norm.weight": 3}}', rf"{INDEX} is corrupt: weight_map\[.*\] = 3: must be the"),
         (INDEX, json.dumps({"weight_map": {Q: THIRD}}).encode(), rf"{THIRD} lacks tensor '{Q}'"),
     ],

@@ -10,11 +10,8 @@ import pytest
 from implementations import implementation
 
 from tca_jax.pallas_kernels.backends import can_run
-from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns, block_sparse_attention
 from tca_jax.pallas_kernels.kv import Pages
-from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
-from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 
 NEEDED_BYTES = 60e9
@@ -85,42 +82,6 @@ def test_prefill_of_a_million_tokens(backend):
             )
             seen = jnp.arange(-prefix, window + B) <= window + jnp.arange(B)[:, None]
             _check(out[0, rows, head], q[0, rows, head], keys, values, seen, (block, head), 5e-3)
-
-
-def test_block_sparse_attention_of_a_million_tokens():
-    q, k, v, lengths = _long_prompt()
-    distances, tokens = np.array([128, 256, 700, 500_001, 1_048_000]), np.array([3, 640_000, 1_048_700])
-    ends = (np.arange(LENGTH // B) + 1) * B
-    counts = (distances < ends[:, None] + B).sum(axis=-1)
-    lists = (jnp.asarray(np.broadcast_to(x, (1, HEADS, *x.shape)), jnp.int32) for x in (distances[None], counts))
-    columns = Columns(
-        jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), (1, HEADS, 3)), jnp.full((1, HEADS), 3, jnp.int32)
-    )
-    sizes = {"block_size": B, "tile_size": B, "backend": "triton"}
-    out = block_sparse_attention(q, k, v, BlockLists(*lists), lengths, columns=columns, **sizes)
-    for tile in (5, 5000, LENGTH // B - 1):  # an element of the second lies past 2^31
-        rows = slice(tile * B, (tile + 1) * B)
-        begins = ends[tile] - distances[: counts[tile]]
-        listed = np.unique(np.concatenate([*(begin + np.arange(B) for begin in begins), tokens]))
-        listed = listed[(listed >= 0) & (listed < ends[tile])]
-        seen = listed <= np.arange(tile * B, (tile + 1) * B)[:, None]
-        for head in range(HEADS):
-            keys, values = (x[0, listed, head // (HEADS // KV_HEADS)] for x in (k, v))
-            _check(out[0, rows, head], q[0, rows, head], keys, values, seen, (tile, head))
-
-
-def test_observation_and_reserve_of_a_large_batch():
-    batch, length = 5, 2**19
-    q, k = _normal(0, (batch, 64, 32, D)), _normal(1, (batch, length, 8, D))
-    assert (batch - 1) * length * 8 * D >= PAST  # where the last row begins
-    lengths = jnp.array([1, 300, 70, length, length - 77], jnp.int32)
-    scores = observation_scores(q, k, lengths, spread=16, backend="triton")
-    for row in range(batch):  # the oracle a row at a time, whose arrays are within 2^31
-        rows = slice(row, row + 1)
-        expected = observation_scores(q[rows], k[rows], lengths[rows], spread=16, backend="xla")
-        np.testing.assert_allclose(scores[rows], expected, rtol=2e-3, atol=1e-3 * float(expected.mean()))
-    marked = reserve_tokens(scores, lengths - 1, reserve=512, backend="triton")
-    assert bool(jnp.array_equal(marked, reserve_tokens(scores, lengths - 1, reserve=512, backend="xla")))
 
 
 @pytest.mark.parametrize("queries", [1, 6], ids=["decode", "extend"])

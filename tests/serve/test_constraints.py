@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
-from serving import MODEL, Running
+from serving import MODEL, QUESTION, Running
 from tiny import CONFIG, random_prompt, tiny_lm
 
 import tca_jax
@@ -33,7 +33,6 @@ SCHEMA = {
     "required": ["name", "number", "colors"],
     "additionalProperties": False,
 }
-QUESTION = [{"role": "user", "content": "Who jumps?"}]
 FORM = {"type": "json_schema", "json_schema": {"name": "a-name", "strict": True, "schema": SCHEMA}}
 
 
@@ -201,13 +200,9 @@ def test_texts_of_grammars(grammars, shipped):
     ("schema", "message"),
     [
         ({"type": "foo"}, "schema: Invalid type: foo"),
-        ({"uniqueItems": True}, "schema: Unimplemented keys"),
         ({"$ref": "#"}, "schema: no token fits"),
         ({"$ref": "http://127.0.0.1/schema"}, "schema: .*does not fetch"),
-        ({"enum": []}, "schema: Unsatisfiable"),
-        ({"pattern": "(a"}, "schema: "),
         ({"const": "x" * 70_000}, "schema has 70,013 bytes: must have at most 65,536"),
-        ({"const": float("nan")}, "schema: "),
         ({"type": "integer", "multipleOf": 982451653}, "schema: fuel exhausted"),
     ],
 )

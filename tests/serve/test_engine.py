@@ -1,6 +1,5 @@
 """An engine's answers are those of generate, whatever is in the batch and while documents are read in parts."""
 
-import asyncio
 import dataclasses
 import functools
 import itertools
@@ -9,13 +8,11 @@ import threading
 import jax
 import numpy as np
 import pytest
-from cuda_lowering import lowered_for_cuda
 from serving import Watched
 from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax.errors import UserError
-from tca_jax.pallas_kernels import backends
 from tca_jax.serve import Engine, programs
 
 DOCUMENTS = [random_prompt(i, length) for i, length in enumerate((101, 77, 90))]
@@ -55,14 +52,6 @@ def question(number):
     return random_prompt(100 + number, 1 + 5 * number % 8)
 
 
-def expected(lm, context, number):
-    return tca_jax.generate(lm, [question(number)], context=context, max_new_tokens=ROOM, **NEVER).tokens[0]
-
-
-def ask(engine, id_, number):
-    return engine.ask(id_, question(number), max_new_tokens=ROOM, **NEVER)
-
-
 def test_answers_equal_generate_in_any_batch(lm, contexts, engine):
     ids = [engine.read(document) for document in DOCUMENTS]
     asked = [(number % 4, question(number), OPTIONS[number % len(OPTIONS)]) for number in range(9)]
@@ -79,47 +68,6 @@ def test_answers_equal_generate_in_any_batch(lm, contexts, engine):
             np.testing.assert_allclose(out.logprobs, own.logprobs[0], atol=1e-4)
             tokens = [[token for token, _ in place] for place in out.top_logprobs]
             assert tokens == [[token for token, _ in place] for place in own.top_logprobs[0]]
-    assert engine.idle(60)
-
-
-@pytest.mark.parametrize(("logprobs", "most"), [(False, 1), (1, 0)])
-def test_next_step_is_dispatched_early(engine, monkeypatch, logprobs, most):
-    batch, pending = engine._scheduler._batch, []
-    arrived = batch._arrived
-
-    def noted(output):
-        pending.append(len(batch.pending))
-        return arrived(output)
-
-    monkeypatch.setattr(batch, "_arrived", noted)
-    out = engine.ask(None, question(1), max_new_tokens=8, logprobs=logprobs, **NEVER).result(60)
-    assert len(out.tokens) == 8
-    assert (max(pending), pending[-1]) == (most, 0)
-
-
-def test_threads_and_tasks_ask_and_cancel(lm, contexts, engine):
-    id_ = engine.read(DOCUMENTS[0])
-    found = {}
-
-    def answer(number):
-        found[number] = ask(engine, id_, number).result(60).tokens
-
-    async def answer_too():
-        return (await ask(engine, id_, 5).completion()).tokens
-
-    cancelled = engine.ask(id_, question(9), max_new_tokens=150, **NEVER)
-    threads = [threading.Thread(target=answer, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    assert engine._loop.wait_until(lambda: bool(cancelled.tokens), 60)
-    cancelled.cancel()
-    found[5] = asyncio.run(answer_too())
-    for thread in threads:
-        thread.join()
-    assert found == {number: expected(lm, contexts[0], number) for number in found}
-    out = cancelled.result(60)
-    assert out.finish_reason == "cancelled"
-    assert len(out.tokens) < 150
     assert engine.idle(60)
 
 
@@ -175,36 +123,6 @@ def test_mesh_answers_equal_one_device(tmp_path, monkeypatch, part_tokens):
 
 
 # Programs
-
-SAMPLED = {"temperature": 0.9, "top_k": 4, "repetition_penalty": 1.1, "logprobs": 2}
-
-
-@pytest.mark.parametrize(
-    ("method", "drawn"),
-    [("tca", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("tca", SAMPLED), ("quest", {})))],
-)
-def test_gpu_steps_need_no_host(method, drawn, monkeypatch):
-    """A loop or a branch would: its condition is copied to the host, and the device waits."""
-    config = tca_jax.TCAConfig(block_size=16, window=32)
-    options = {"tca": {"candidates": np.asarray([[0, 5], [9, 13]]), "config": config}, "quest": {"block_size": 16}}
-    lm, taken = tiny_lm().with_method(method, **options[method]), {}
-    with Engine(lm, max_rows=2, answer_tokens=64, backend="xla") as engine:
-        own = engine._scheduler._batch._step_program
-
-        def noted(arguments, evicts):
-            taken[evicts] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-            return own(arguments, evicts)
-
-        monkeypatch.setattr(engine._scheduler._batch, "_step_program", noted)
-        document = engine.read(random_prompt(0, 60))
-        engine.ask(document, [1, 2, 3], max_new_tokens=20, **NEVER, **drawn).result(120)
-    assert set(taken) == {False, True}
-    monkeypatch.setattr(backends, "_lacks", lambda name: None)
-    for evicts, arguments in taken.items():
-        step = functools.partial(programs._step, evicts=evicts, backend="triton")
-        text = lowered_for_cuda(step, lm.for_programs(), *arguments)
-        assert "__gpu$xla.gpu.triton" in text
-        assert not any(each in text for each in ("stablehlo.while", "stablehlo.case", "stablehlo.if"))
 
 
 LAYERS, PAGES = 3, 400

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import shutil
-import threading
 
 import httpx
 import jax
@@ -247,35 +246,6 @@ def test_full_disks_leave_documents_where_they_are(lm, pages, expected, tmp_path
     assert not list((tmp_path / "full").iterdir())
 
 
-def test_stored_documents_are_on_disk(lm, pages, tmp_path, monkeypatch):
-    save, goes_on = tca_jax.Context.save, threading.Event()
-
-    def slow(context, directory):
-        assert goes_on.wait(SECONDS)
-        save(context, directory)
-
-    monkeypatch.setattr(tca_jax.Context, "save", slow)
-    with Engine(lm, pages=3 * pages, disk=tmp_path, **SIZES) as engine:
-        documents = [engine.read(each) for each in (A, B)]
-        for document in documents:
-            with pytest.raises(TimeoutError, match="has not been stored"):
-                engine.wait(document, 0.01 if engine.wait(document, SECONDS) else 0, stored=True)
-            assert not engine.document(document).stored
-        with concurrent.futures.ThreadPoolExecutor() as threads:
-            waiting = threads.submit(engine.wait, documents[0], SECONDS, stored=True)
-            engine.forget(documents[0])  # while it is being written
-            with pytest.raises(UserError, match="no longer there"):
-                waiting.result(SECONDS)
-        again = engine.read(A)  # before the first writing has ended
-        goes_on.set()
-        assert engine.wait(again, SECONDS, stored=True).stored
-        assert engine.wait(documents[1], SECONDS, stored=True).stored
-        engine.forget(documents[1])
-        assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {again}
-    with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
-        assert [(each.id, each.stored) for each in engine.documents()] == [(again, True)]
-
-
 def test_failed_moves_fail_their_request_alone(lm, pages, expected, tmp_path, monkeypatch):
     for shelf in (None, tmp_path):
         with engine_of(lm, pages, disk=shelf) as engine:
@@ -361,36 +331,6 @@ def speaking(tmp_path_factory):
 def stream_of(lm, cancel=lambda stream: None, **options):
     options = {"max_new_tokens": 9, "seed": 0, "stop": (), "stop_token_ids": (), **options}
     return Stream(lm, AnswerOptions.create(lm, sampling=Sampling(), **options), cancel)
-
-
-def test_each_reader_gets_all_of_a_stream(speaking):
-    stream = stream_of(speaking)
-    said = speaking.tokenizer.encode("hello, you")
-    pieces = iter(stream)
-    stream.add(said[:4], [], [])
-    begin = next(pieces)
-    stream.add(said[4:], [], [])
-    stream.end("length")
-    assert begin + "".join(pieces) == "".join(stream) == stream.result(SECONDS).text == "hello, you"
-
-
-def test_a_closed_event_loop_is_ignored(speaking):
-    stream = stream_of(speaking)
-
-    async def read_one():
-        reading = stream.__aiter__()
-        stream.add(speaking.tokenizer.encode("a"), [], [])
-        assert await anext(reading) == "a"
-        return reading
-
-    reading = asyncio.new_event_loop()
-    kept = reading.run_until_complete(read_one())
-    reading.close()
-    stream.add(speaking.tokenizer.encode("b"), [], [])
-    stream.end("length")
-    assert stream.result(SECONDS).text == "ab"
-    with contextlib.suppress(StopIteration):
-        kept.aclose().send(None)
 
 
 def test_the_first_end_of_a_stream_stands(speaking):

@@ -73,15 +73,12 @@ REFUSED = [
         for fields, message in (
             ({"messages": []}, "messages = .*: must be a list of messages"),
             ({"messages": [{"role": "tool", "content": "x"}]}, r'messages\[0\].role = "tool": must be one of'),
-            ({"messages": [{"role": [], "content": "x"}]}, r"messages\[0\].role = \[\]"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
             ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, 'has "tool_calls"'),
             ({"top_logprobs": 2}, "needs logprobs = true"),
             ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
-            ({"max_tokens": True}, "max_tokens = true: must be an integer from 1"),
             ({"stream": 1}, "stream = 1: must be true or false"),
             ({"stream_options": {"include_usage": True}}, "needs stream = true"),
-            ({"stop": [""]}, "stop = "),
             ({"stop": ["x"] * 65}, "at most 64 strings"),
             ({"temperature": -1}, "temperature = -1: must be a number of at least 0"),
             ({"temperature": float("1e400")}, "temperature = Infinity"),
@@ -91,9 +88,7 @@ REFUSED = [
             ({"seed": -1}, "seed = -1: must be an integer from 0 to 4294967295"),
             ({"logit_bias": {"5": 1}}, "must be empty"),
             ({"document": ["x"]}, "must be a string"),
-            ({"response_format": "json"}, 'response_format = "json": must be'),
             ({"response_format": {"type": "text", "schema": {}}}, "response_format = .*: must be"),
-            ({"response_format": {"type": "json_schema"}}, "response_format = .*: must be"),
             (
                 {"response_format": json_schema(strict=1)},
                 "response_format.json_schema.strict = 1: must be true or false",
@@ -109,10 +104,7 @@ REFUSED = [
         for fields, message in (
             ({"prompt": []}, "prompt = .*: must be text"),
             ({"prompt": [[1], []]}, "none may be empty"),
-            ({"prompt": [True]}, "prompt = .*: must be text"),
             ({"max_tokens": 0}, "max_tokens = 0: must be an integer from 1"),
-            ({"suffix": "x"}, "suffix"),
-            ({"best_of": 2}, "must be n = 1"),
             ({"echo": True}, "echo = true: must be false"),
         )
     ),
@@ -121,7 +113,6 @@ REFUSED = [
         for fields, message in (
             ({}, "text: must be given"),
             ({"text": "a", "file": "/etc/passwd"}, '"file" is no field'),
-            ({"text": 1}, "text = 1: must be a string"),
             ({"text": "a", "system": "b", "chat": False}, "leave out chat = false"),
         )
     ),

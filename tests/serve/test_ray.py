@@ -1,27 +1,18 @@
 """Two replicas under Ray Serve on one machine, routed by the document's id."""
 
 import importlib.util
-import re
-import shlex
 import shutil
 import socket
 import tempfile
-from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
+from serving import QUESTION, TEMPLATE
 from tiny import write_checkpoint
 
 from tca_jax.errors import UserError
-from tca_jax.serve.engine import EngineEnded
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-QUESTION = [{"role": "user", "content": "Who jumps?"}]
 SECONDS = 180  # most that anything may take
 
 pytestmark = [
@@ -85,10 +76,8 @@ def test_requests_reach_the_replica_of_their_document(url):
         ({}, "model is missing"),
         ({"model": "m", "replicas": "2", "disk": "d"}, "disk = .*: belongs to one engine"),
         ({"model": "m", "replicas": "0"}, "--replicas.*greater than or equal to 1"),
-        ({"model": "m", "max_rows": "many"}, "--max-rows.*integer"),
         ({"model": "m", "port": "80"}, "No such option: --port"),
         ({"model": "m", "api_key": ""}, "--api-key"),
-        ({"model": "m", "mesh": "four"}, "mesh four: must be devices"),
     ],
 )
 def test_options_that_are_not_allowed_are_named(options, message):
@@ -96,28 +85,3 @@ def test_options_that_are_not_allowed_are_named(options, message):
 
     with pytest.raises(UserError, match=message):
         app(options)
-
-
-def test_ray_replaces_a_failed_engine():
-    from tca_jax.serve.ray import Replica
-
-    Replica.check_health(SimpleNamespace(_engine=SimpleNamespace(failure=None)))
-    failure = EngineEnded("the engine has failed: OSError: broken")
-    with pytest.raises(RuntimeError, match="OSError: broken"):
-        Replica.check_health(SimpleNamespace(_engine=SimpleNamespace(failure=failure)))
-
-
-def test_options_are_those_of_the_command_line(tmp_path, monkeypatch):
-    from tca_jax.serve.ray import _parsed
-
-    (tmp_path / "local").mkdir()
-    monkeypatch.chdir(tmp_path)
-    parsed = _parsed({"model": "local", "profile": "shipped", "disk": "documents"})
-    assert (parsed.model, parsed.running.profile) == (str(tmp_path / "local"), "shipped")
-    assert parsed.serving.disk == tmp_path / "documents"
-    assert [_parsed({"model": "m", **given}).gpus for given in ({}, {"mesh": "1x4"}, {"gpus": "0"})] == [1, 4, 0]
-    page = Path(__file__).parents[2] / "docs/serving.md"
-    commands = re.findall(r"^serve run .*tca_jax.serve.ray:app (.*)$", page.read_text(), re.MULTILINE)
-    options = [dict(each.split("=") for each in shlex.split(command, comments=True)) for command in commands]
-    assert [_parsed(given).replicas for given in options] == [int(given.get("replicas", 1)) for given in options]
-    assert len(options) > 2

@@ -13,21 +13,16 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import KEY, MODEL, Running
+from serving import KEY, MODEL, QUESTION, TEMPLATE, Running
 from tiny import with_candidates, write_checkpoint
 
 import tca_jax
 from tca_jax.engine.prompts import DocumentTemplate, encode_verbatim
 from tca_jax.serve import Engine
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 BOOK = "The quick brown fox jumps over the lazy dog. " * 4
 TOKENS = 12
 GREEDY = {"temperature": 0, "max_tokens": TOKENS}
-QUESTION = [{"role": "user", "content": "Who jumps?"}]
 
 
 @pytest.fixture(scope="module")

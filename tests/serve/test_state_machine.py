@@ -1,13 +1,7 @@
-"""An engine under random requests, moves, restarts and kills: answers are those of generate, and nothing is lost."""
+"""An engine under random requests, moves and restarts: answers are those of generate, and nothing is lost."""
 
 import functools
-import os
-import random
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 
 import hypothesis
 import pytest
@@ -218,53 +212,3 @@ def test_few_random_requests():
 def test_many_random_requests(method):
     lm = tiny_lm()
     run(lm if method == "full" else with_candidates(lm, [[0, 5], [9, 13]]), examples=25, steps=40)
-
-
-STORED = [random_prompt(seed, 40) for seed in range(40)]
-ANSWER = {"max_new_tokens": 6, "stop_token_ids": ()}
-ROWS = [[0, 5], [9, 13]]
-SIZES = {"max_rows": 2, "pages": 400, "answer_tokens": 32}
-# Reads documents and reports each that is stored; forgets some, so that folders come and go.
-READER = f"""
-import sys
-from tiny import random_prompt, tiny_lm, with_candidates
-from tca_jax.serve import Engine
-
-engine = Engine(with_candidates(tiny_lm(), {ROWS}), disk=sys.argv[1], **{SIZES})
-for seed, id_ in enumerate([engine.read(random_prompt(seed, 40)) for seed in range({len(STORED)})]):
-    engine.wait(id_, stored=True)
-    print("forget" if seed % 4 == 3 else "stored", seed, flush=True)
-    if seed % 4 == 3:
-        engine.forget(id_)
-"""
-
-
-def killed(folder, seconds):
-    """Documents that an engine reports as stored and as forgotten until it is killed, `seconds` after the first one."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", READER, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        lines = [process.stdout.readline()]
-        time.sleep(seconds)
-        process.send_signal(signal.SIGKILL)
-        lines += process.stdout.readlines()
-    assert process.returncode in (-signal.SIGKILL, 0)
-    reports = [line.split() for line in lines if line.endswith("\n")]
-    return ({int(seed) for word, seed in reports if word == which} for which in ("stored", "forget"))
-
-
-@pytest.mark.slow
-def test_killed_engines_lose_no_stored_document(tmp_path):
-    lm, moments = with_candidates(tiny_lm(), ROWS), random.Random(0)
-    for run in range(4):
-        stored, forgotten = killed(tmp_path / str(run), moments.uniform(0, 1.5))
-        with Engine(lm, disk=tmp_path / str(run), **SIZES) as engine:
-            found = {each.id for each in engine.documents()}
-            assert {path.name for path in (tmp_path / str(run)).iterdir()} == found  # what was half written is gone
-            for seed in stored:
-                id_ = engine.read(STORED[seed])
-                assert id_ in found
-                answer = engine.ask(id_, [3, 4], **ANSWER).result(300).tokens
-                context = tca_jax.prefill(lm, STORED[seed])
-                assert answer == tca_jax.generate(lm, [[3, 4]], context=context, **ANSWER).tokens[0]
-            assert not any(engine.read(STORED[seed]) in found for seed in sorted(forgotten)[:-1])
