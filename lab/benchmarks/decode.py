@@ -1,8 +1,4 @@
-"""`tca-jax bench decode`: one layer's paged attention, and decoding steps of whole models, over random caches.
-
-tca-jax bench decode
-tca-jax bench decode --models llama3.1-8b --lengths 131072 --rows 1 --rows 8 --block-shares 0.155 --kv fp8 --no-whole
-"""
+"""`tca-jax bench decode`: one layer's paged attention, and steps of whole models, over random caches."""
 
 from __future__ import annotations
 
@@ -115,10 +111,7 @@ def attend(q: Array, cache: PagedCache, layout: CacheLayout, backend: Any) -> Ar
 
 
 def run_steps(backend: Any, layout: CacheLayout, q: Array, rotation: Array, caches: Sequence[PagedCache]) -> Array:
-    """`STEPS` dependent steps over `caches` in turn; without caches the steps lack attention.
-
-    The matrix product keeps XLA from fusing the steps of the empty program.
-    """
+    """`STEPS` dependent steps over `caches` in turn; without caches only the product, which keeps steps from fusing."""
     for step in range(STEPS):
         out = attend(q, caches[step % len(caches)], layout, backend) if caches else q
         q = (q + out) @ rotation

@@ -1,10 +1,4 @@
-"""`tca-jax bench end-to-end`: whole models from prompt to answer, attention methods side by side.
-
-tca-jax bench end-to-end
-tca-jax bench end-to-end --models llama3.1-8b --block-shares 0.05:0.25 --fp8 nothing --fp8 weights --fp8 both
-tca-jax bench end-to-end --models llama3.1-8b --block-shares 0.05:0.25 --mesh 1x1 --mesh 1x2
-tca-jax bench end-to-end --models qwen.gguf --profile profile --lengths 16384
-"""
+"""`tca-jax bench end-to-end`: whole models from prompt to answer, attention methods side by side."""
 
 from __future__ import annotations
 

@@ -216,10 +216,9 @@ def random_model(
     weights: str | None = None,
     kv: str | None = None,
 ) -> LM:
-    """A model with normal(0.02) weights, drawn in place: on a mesh each device draws its part.
+    """A model with normal(0.02) weights, into the residual stream over sqrt(2 layers); no tokenizer, no stop token.
 
-    Projections into the residual stream are divided by sqrt(2 layers), so activations stay finite. There is no
-    tokenizer and no stop token. On a mesh the devices share the KV heads as `policy` needs them.
+    On a mesh each device draws its part, and the devices share the KV heads as `policy` needs them.
     """
     config = CONFIGS[name]
     positions = max_positions or config.max_positions

@@ -1,9 +1,4 @@
-"""`tca-jax bench serve`: an engine with many long documents: steps by rows, and requests that arrive at random.
-
-tca-jax bench serve
-tca-jax bench serve --block-shares 0.1 --rate 4 --requests 200 --prompts 0.2
-tca-jax bench serve --model tiny --tokens 512 --window 128 --rows 4 --documents 4 --copy-bytes 1048576
-"""
+"""`tca-jax bench serve`: an engine with many long documents: steps by rows, requests at random times."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`tca-jax bench soak`: an engine under mixed load: answers equal those of `generate`, memory stays flat.
-
-tca-jax bench soak --minutes 30
-tca-jax bench soak --minutes 0.5 --model tiny --tokens 512
-"""
+"""`tca-jax bench soak`: an engine under mixed load: answers equal those of `generate`, memory stays flat."""
 
 from __future__ import annotations
 
@@ -171,10 +167,7 @@ OUTCOMES = ("equal", "gone", "other answers", "errors")
 
 
 def growth(samples: Sequence[tuple[float, int, int]]) -> float:
-    """Bytes by which a process grew, by a line through samples (seconds, bytes, programs compiled so far).
-
-    Samples count after warming up and after the last compilation.
-    """
+    """Bytes by which a process grew, by a line through warm samples (seconds, bytes, programs compiled so far)."""
     warm = [each[:2] for each in samples if each[0] >= _WARM * samples[-1][0] and each[2] == samples[-1][2]]
     if len(warm) < 2:
         return 0.0

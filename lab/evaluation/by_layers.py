@@ -1,7 +1,6 @@
 """Methods by masks, a layer at a time: without cache layouts and programs of the model.
 
-A document is read once. A method keeps a mask over its tokens, per layer and KV head; questions attend to the masked
-keys and to their own. Methods that read prompts in full differ in the mask only. A method's window is that of the query
+A document is read once; a method keeps a mask over its tokens, per layer and KV head. Its window is that of the query
 after the document, and does not move during a question.
 """
 
@@ -170,10 +169,7 @@ def _select(method: Method, layer: int, q: Array, k: Array, v: Array, lengths: A
 
 
 def _mask(method: Method, layer: int, q: Array, k: Array, v: Array, lengths: Array) -> Bool[Array, "1 Hkv L"]:
-    """The tokens that a method keeps in a layer; all without ranked blocks.
-
-    Runs operation by operation, which layers share: a program would be compiled for each layer.
-    """
+    """The tokens that a method keeps in a layer. Not one program, which would be compiled for each layer."""
     if not method.cache.num_ranked_blocks(k.shape[1]):
         return jnp.ones((k.shape[0], k.shape[2], k.shape[1]), bool)
     return kept_mask(method.cache, _select(method, layer, q, k, v, lengths), lengths)

@@ -80,10 +80,9 @@ def late_facts(rng: np.random.Generator, count: int) -> Iterator[LateFact]:
 def late_document(
     lm: LM, seed: int, tokens: int, half: Half = "test", folder: Path | None = None, facts: int = 12, copies: int = 4
 ) -> LateDocument:
-    """A document of `tokens` with facts on lines of their own, and the questions that are asked later.
+    """A document of `tokens` with facts of six kinds before the last `FREE_END` tokens, and the questions asked later.
 
-    Even seeds are of source code, odd ones of manuals. Facts are of six kinds in turn, none within the last `FREE_END`
-    tokens; `copies` passages are asked for word for word.
+    Even seeds are of source code, odd ones of manuals; `copies` passages are asked for word for word.
     """
     most = lm.config.max_context - ROW
     require(tokens <= most, f"tokens = {tokens}: must be at most {most}, so that questions fit after it")
@@ -154,7 +153,7 @@ def repeating_document(
 ) -> RepeatingDocument:
     """A text with `repeats` facts and passages of 64 tokens in its first half that return in its last third.
 
-    Of a passage, tokens from the 17th on count as a far copy. Plain tokens count from the first quarter on.
+    Of a passage, tokens from the 17th on count as a far copy; plain tokens count from the first quarter on.
     """
     require(tokens >= 1_000, f"tokens = {tokens}: must be at least 1,000, so that passages return later")
     rng = np.random.default_rng(seed)

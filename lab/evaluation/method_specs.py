@@ -31,11 +31,7 @@ class MethodSpec(NamedTuple):
 
 
 def parse_methods(text: str) -> tuple[MethodSpec, ...]:
-    """Methods of a list such as "full,tca,streaming:window=512,sinks=8,full+random:share=0.25".
-
-    Commas separate methods, and options after a colon; a plus joins a prefill and a cache, each with its own options.
-    Values are numbers, true, false, null or text.
-    """
+    """Methods of a list such as "full,tca,streaming:window=512,sinks=8,full+random:share=0.25"."""
     labels = parse_labels(text)
     require(labels, "--methods is empty: at least one is needed")
     for label in labels:
@@ -87,10 +83,7 @@ class Builder:
         return Built(self.lm.with_method(name, **options))
 
     def build_within(self, spec: MethodSpec, kv_share: float, sizes: CallSizes) -> Built:
-        """The model under a method with the largest caches of at most a share of full attention's bytes.
-
-        A method without a budget option, or whose least budget is larger, keeps its own budget.
-        """
+        """The model under a method with the largest caches of at most a share of full attention's bytes, or its own."""
         name, options = self._resolve(spec)
         profile = self.paper if spec.parts[-1][0] == PAPER else self.profile
         own = options.get(name.split("+")[-1], {}) if "+" in name else options
@@ -169,10 +162,7 @@ class Builder:
 
 
 def _ladder(profile: Profile) -> list[tuple[int, int]]:
-    """Steps (head, candidate) from candidate 0 in every head to dense everywhere.
-
-    First the profile's denser heads, by worth; then all others become dense, by worth. No step removes tokens.
-    """
+    """Steps (head, candidate) to dense everywhere: first the profile's denser heads, then all others, by worth."""
     own, dense = profile.candidates.ravel(), profile.config.num_candidates
     by_worth = np.argsort(-profile.keeping_worth, axis=None, kind="stable").tolist()
     first = [(head, int(own[head])) for head in by_worth if own[head]]

@@ -149,10 +149,9 @@ def make_plan(
     protocols: Sequence[str],
     **settings: Any,  # the other fields of `Plan`
 ) -> Plan:
-    """Checks the settings of an evaluation without the model's weights; messages name options of the command.
+    """Checks an evaluation without the model's weights; messages name options of the command.
 
-    A task that is named must run at every length. Tasks of a group without a file or a fitting length are left out,
-    as long as any is left.
+    A named task must run at every length; of a group, tasks without a file or a fitting length are left out.
     """
     plan = Plan(methods, (), tuple(protocols), **settings)
     for option, given, known in (
@@ -230,11 +229,7 @@ Report = Callable[[Job, int, int], None]
 def run_plan(
     plan: Plan, builder: Builder, results: Results, report: Report = lambda job, done, total: None
 ) -> list[dict[str, Any]]:
-    """Runs the jobs that the folder lacks; writes each when it is finished, and the table.
-
-    Returns all records of the folder. ValueError before anything compiles if the folder has another configuration, or
-    a method cannot be made.
-    """
+    """Runs the jobs that the folder lacks, writes each and the table; returns all records of the folder."""
     held = results.require_same(_config(plan, builder, {}))
     builder.remember(held.get("measured", {}))
     if plan.tuning is not None:

@@ -57,10 +57,7 @@ class Results:
     folder: Path
 
     def open(self, config: Mapping[str, Any]) -> None:
-        """Creates the folder, or continues one of the same configuration, with the entries of `_GROWING` that are new.
-
-        ValueError if the folder has another configuration, with the difference, or its file is damaged.
-        """
+        """Creates the folder, or continues one of the same configuration, which may grow by entries of `_GROWING`."""
         held = self.require_same(config)
         merged = {**config, **{name: {**held.get(name, {}), **config[name]} for name in _GROWING}}
         if merged != held:
@@ -70,8 +67,8 @@ class Results:
         """The configuration of the folder, empty for a new one; raises as `open` does, and writes nothing."""
         path = self.folder / CONFIG
         if not path.exists():
-            held = self.folder.is_dir() and _finished(self.folder.iterdir())
-            require(not held, f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
+            occupied = self.folder.is_dir() and _finished(self.folder.iterdir())
+            require(not occupied, f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
             return {}
         held = read_json_object(path)
         pairs = [(name, held.get(name), config.get(name)) for name in {**config, **held} if name not in _GROWING]

@@ -168,7 +168,8 @@ def _needles(
                     lines.insert(place, line)
                 context = "\n".join(lines)
             asked = rng.sample(range(num_keys), num_queries)
-            answers, parts, kind = [value for i in asked for value in of_keys[i]], _NEEDLE_PARTS, values
+            answers, kind = [value for i in asked for value in of_keys[i]], values
+            parts: tuple[str, ...] = _NEEDLE_PARTS
             if len(answers) == 1:
                 parts, kind = tuple(map(_singular, parts)), kind[:-1]
             *first, last = (drawn[i] for i in asked)

@@ -139,8 +139,7 @@ class Task:
     ) -> dict[str, Any]:
         """Asks all samples, greedily, at most `batch` prompts in a call, fewer if memory is short.
 
-        On a mesh all devices on "data" have as many. `report` gets the number of prompts after each call. Costs are
-        means over prompts.
+        `report` gets the number of prompts after each call. Costs are means over prompts.
         """
         prompts = _encoded(lm, samples, protocol)
         tokens = [len(document) + len(question) for document, question in prompts]
@@ -189,14 +188,17 @@ class Task:
         """Texts, their numbers of tokens, and costs of one batch, with room for more tokens than are made."""
         documents, questions = map(list, zip(*prompts, strict=True))
         context = prefill(lm, documents) if any(questions) else None
-        options = {"sampling": Sampling(), "seed": 0, "stop": self.stop, "stop_token_ids": None, "backend": "auto"}
         request = Request.create(
             lm,
             questions if context else documents,
             context,
             max_new_tokens=room,
+            sampling=Sampling(),
             min_new_tokens=1 if self.stop else 0,
-            **options,
+            seed=0,
+            stop=self.stop,
+            stop_token_ids=None,
+            backend="auto",
         )
         state = request.start()
         kept = output_of(request, state).stats.kept_share  # the first new token is in no cache yet
@@ -233,10 +235,7 @@ def answer_room(protocol: str, limit: int, positions: int) -> int:
 
 
 def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:
-    """Prompts, at most `most`, whose full caches take at most a part of the device's memory.
-
-    On a mesh a multiple of the devices on "data".
-    """
+    """Prompts, at most `most`, whose full caches fit a part of the memory; a multiple of the devices on "data"."""
     devices, memory = axis_size(lm.mesh, DATA), memory_bytes()
     of_device = cdiv(most, devices)
     if memory is None:

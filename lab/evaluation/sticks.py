@@ -1,7 +1,6 @@
 """Common parts of the measuring sticks: methods by name, files of records, tables, intervals.
 
-A record is a line of JSON for one document under one method. Further calls add documents, and intervals are of all of
-them. Rows of a table compare a method with full attention on the same documents.
+A record is a line of JSON for one document under one method; intervals are over all documents of a file.
 """
 
 from __future__ import annotations
@@ -52,11 +51,10 @@ class Named(NamedTuple):
 def named_methods(
     lm: LM, methods: Sequence[str], shares: Sequence[float | None], profiles: Mapping[str, Path], tokens: int
 ) -> Iterator[Named]:
-    """Full attention, each method at each share of full attention's bytes, and the profiles.
+    """Full attention, each method at each share of full attention's bytes (None: its defaults), and the profiles.
 
-    `duoattention` takes its gates from the first profile by worth, and reads prompts in full, as in its authors'
-    evaluation. A share that a method cannot take is printed and left out. `shares` are of full attention's bytes for a
-    document of `tokens`, None for the method's defaults; `profiles` are folders by name.
+    `duoattention` takes its gates from the first profile by worth, and reads prompts in full. A share that a method
+    cannot take is printed and left out.
     """
     read = {name: Profile.load(path) for name, path in profiles.items()}
     by_worth = next((each for each in read.values() if not np.isnan(each.keeping_worth).any()), None)
@@ -157,10 +155,7 @@ def titled_tables(
     cells: Callable[[list[Record], Methods], list[str]],
     note: Callable[[Methods], str] = lambda methods: "",
 ) -> str:
-    """Markdown tables, one for each model, device and length; a row is a method, its documents, and its `cells`.
-
-    Methods without cells are left out.
-    """
+    """Markdown tables, one for each model, device and length, with a row for each method that has `cells`."""
     tables = []
     for (model, device, tokens), methods in grouped(records).items():
         rows = []

@@ -1,8 +1,7 @@
 """`eval --tune`: a search for options of other methods on TCA's calibration texts and probes, at equal cost.
 
-Calibrates TCA on the texts. A trial of another method measures loss inside the texts, lost answers of the probes, and
-loss of the following text, each in units of calibration's tolerance; the largest counts. Bytes are those of
-`--kv-share`; sparse prefill methods attend to at most TCA's share.
+A trial measures loss inside the texts, lost answers of the probes and loss of the following text, in units of
+calibration's tolerances; the largest counts. Sparse prefill methods attend to at most TCA's share.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ _DIGITS = 6  # of compared shares
 _NEAR = 0.03  # of a limit: costs that are this close are not raised further
 _TCA = "tca"
 #: Placeholders for options without a default, where only the other options are checked.
-_MEASURED = {"cake": {"preferences": [1.0]}, "duoattention": {"gates": [[1.0]]}}
+_MEASURED: Mapping[str, dict[str, Any]] = {"cake": {"preferences": [1.0]}, "duoattention": {"gates": [[1.0]]}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +113,7 @@ def tuning_entry(tuning: Tuning, builder: Builder) -> dict[str, Any]:
 def tune(
     tuning: Tuning, specs: Sequence[MethodSpec], builder: Builder, results: Results, *, kv_share: float, seed: int
 ) -> tuple[tuple[MethodSpec, ...], Builder]:
-    """Calibrates TCA, searches each method's options, and writes `tuning/` of the results' folder.
-
-    Trials are written one by one; an interrupted run continues with the next one. Returns the methods, each tuned one
-    after its defaults, and the builder with TCA's profile.
-    """
+    """The methods, each tuned one after its defaults, and the builder with TCA's profile; `tuning/` has the trials."""
     lm, folder = builder.lm, results.folder / TUNING
     devices = axis_size(lm.mesh, DATA)
     require(devices == 1, f'--tune: must run on one device of "data", the mesh has {devices}')
@@ -254,10 +249,7 @@ def _search(
 
 
 def highest_within(values: Sequence[float], costs: Callable[[float], float], limit: float) -> float:
-    """The highest of rising values within a limit of cost, or one within `_NEAR` below it; else the lowest.
-
-    Each cost compiles a program, so few are measured.
-    """
+    """The highest of rising values within a limit of cost, or one within `_NEAR` below it; else the lowest."""
     low, high = 0, len(values)
     while high - low > 1:
         place = (low + high) // 2

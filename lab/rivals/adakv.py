@@ -1,10 +1,9 @@
 """Ada-KV (arXiv 2407.11550): the KV heads of a layer share one budget, and each prompt says how they divide it.
 
-The highest scores of all heads of a layer together say how many tokens each head has among them; a safeguard keeps
-every head from having too few. A head then keeps its own highest scores. In the cache, heads of a row share their
-pages. `adakv` takes SnapKV's scores and follows the authors' code (FFY0/AdaKV at efe4e2e, `AdaptiveSnapKVCluster`),
-whose defaults these are; the safeguard is the one that its scripts take for grouped queries. What differs: the code
-pools the mean of the group's attention, here the pooled scores are averaged; under maximum pooling one may be larger.
+The highest scores of all heads of a layer decide how many tokens each head keeps; a safeguard is the least. In the
+cache, heads of a row share their pages. `adakv` takes SnapKV's scores and follows `AdaptiveSnapKVCluster` (FFY0/AdaKV
+at efe4e2e) with its scripts' safeguard for grouped queries. What differs: pooled scores are averaged over the group,
+where the code pools the mean.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Ada-KV over expected attention's scores: what NVIDIA's kvpress ranks as "expected_attention" on its leaderboard.
 
-Follows NVIDIA/kvpress at 8bb29b9, `AdaKVPress(ExpectedAttentionPress(epsilon=1e-2))`: a head's highest `safeguard`
-times the mean budget are chosen before all others. What differs: kvpress masks the keys that are not chosen, here only
-the chosen ones are kept; there, all tokens of the prompt share the budget, here those left of the window.
+Follows `AdaKVPress(ExpectedAttentionPress(epsilon=1e-2))` (NVIDIA/kvpress at 8bb29b9). What differs: keys that are not
+chosen are evicted, not masked; the budget is of the tokens left of the window.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""CAKE (arXiv 2503.12491): layers share one budget by their preferences, and unsteady attention counts beside its mean.
+"""CAKE (arXiv 2503.12491): layers share one budget by their preferences; variance of attention counts beside its mean.
 
-Follows the published code (antgroup/cakekv). A head keeps the highest mean + gamma variance of the attention of the
-last queries, pooled, averaged over the group. A layer's preference is H^(1/tau1) V^(1/tau2), with the entropy H of that
-attention (spatial) and its variance V over the queries (temporal); its budget is its share of all layers' preferences.
-What differs:
-
-- When preferences are measured. The paper measures them on each prompt, and shrinks the caches of earlier layers while
-  it reads the later ones. Here cache sizes are known before any data: `layer_preferences` measures them on texts of the
-  user's. The tokens within a layer are chosen from the prompt as in the paper.
-- What passes a layer's tokens. The code deals it out among the other layers once and cuts off what is then too much.
-  Here a `share` is dealt out until all is placed. Of a `capacity` it is left over: what a layer keeps of a short prompt
-  must not depend on the longer ones beside it in a batch.
+Follows antgroup/cakekv. A head keeps the highest mean + gamma variance of the attention of the last queries, pooled,
+averaged over the group. A layer's preference is H^(1/tau1) V^(1/tau2), with the entropy H of that attention over tokens
+and its variance V over queries; its budget is its share of all preferences. What differs: `layer_preferences` measures
+preferences on texts, the paper on each prompt. The code deals out once what passes a layer's tokens; here a `share` is
+dealt out until all is placed, and a `capacity` is not, so that rows do not depend on longer ones in the batch.
 """
 
 from __future__ import annotations
@@ -48,11 +42,7 @@ TEMPERATURES = {
 
 @dataclasses.dataclass(frozen=True)
 class CAKECache(ObservingCache):
-    """The window and the tokens of the highest mean + gamma variance, in some layers more than in others.
-
-    `capacity` and `share` are means over the layers. Under a capacity, a layer holds prompts whole that are shorter
-    than its own.
-    """
+    """The window and the tokens of the highest mean + gamma variance; `capacity` and `share` are means over layers."""
 
     capacity: int | None = 1024
     preferences: Any = dataclasses.field(kw_only=True)  # of every layer, from `layer_preferences`; kept as a tuple

@@ -1,13 +1,9 @@
 """The base of rivals that compress a prompt once, by scores of its tokens, and keep every token that follows.
 
-Such a rival is a frozen dataclass with its options as fields and one method, `score`, of one KV head's tokens. What
-differs from the papers' code in all of them, and is said once here:
-
-- The window. There, the last tokens (as many as observe, or none) stay; here at least `window` do, with the left edge
-  on a block boundary. `capacity` counts the window in; `share` is of the tokens left of it.
-- Query heads. Most code repeats keys and values, and each query head keeps tokens of its own, which gives up what
-  grouped queries save. Here a KV head keeps one set, by the mean over its group of the scores, as in NVIDIA's kvpress.
-- When tokens go. Some code evicts at every step past the budget; here the prompt decides once.
+A rival is a frozen dataclass of its options with a method `score` of one KV head's tokens. All differ from the papers'
+code in this: at least `window` last tokens stay, from a block boundary on (`capacity` includes them, `share` is of the
+others); a KV head keeps one set, by the mean of the scores over its group, as in NVIDIA/kvpress; the prompt decides
+once, where some code evicts at every step.
 """
 
 from __future__ import annotations

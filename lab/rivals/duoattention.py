@@ -1,11 +1,9 @@
 """DuoAttention (arXiv 2410.10819): retrieval heads keep every token, streaming heads the sinks and the latest ones.
 
-A KV head is a retrieval head if its gate is among the highest. Gates are what the paper finds by optimisation,
-published as full_attention_heads.tsv; without them, `tca_jax.calibration.head_gates` makes some from a profile.
-
-Prompt queries of streaming heads see sinks and recent tokens too, as in the paper. The code (mit-han-lab/duo-attention
-at fe93c31) evaluates accuracy with a prompt that is read under full attention: `dense_prefill`. What differs: the left
-edge of the recent tokens is on a block boundary; gates that tie go by layer and head, not by random noise.
+Retrieval heads have the highest gates: the paper's full_attention_heads.tsv, or `tca_jax.calibration.head_gates` of a
+profile. Prompt queries of streaming heads see sinks and recent tokens; `dense_prefill` reads prompts in full, as the
+code does for accuracy (mit-han-lab/duo-attention at fe93c31). What differs: recent tokens begin on a block boundary;
+tied gates go by layer and head, not by random noise.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Expected attention (arXiv 2510.00636): a head keeps what queries to come will look at, as far as the prompt's tell.
 
-Queries before RoPE are taken for draws of a Gaussian, whose mean and covariance the prompt's queries give. Turned by
-the mean rotation of the next positions, they foretell a key's attention: exp(mu k / sqrt(d) + k^T cov k / (2 d)),
-normalised over the prompt, averaged over the group, times |v|. The last queries weigh no more than others: ask of a
-context (`tca_jax.prefill`), and what is kept does not depend on the question at all. Follows the published code
-(NVIDIA/kvpress at 08a43bf, `ExpectedAttentionPress`), whose defaults these are: |v| and the same budget for all heads,
-where the paper weighs by |W_o v| and divides a layer's budget.
+Queries before RoPE are taken for draws of a Gaussian with the mean and covariance of the prompt's. Turned by the mean
+rotation of the next positions, they foretell a key's attention: exp(mu k / sqrt(d) + k^T cov k / (2 d)), normalised
+over the prompt, averaged over the group, times |v|. Follows `ExpectedAttentionPress` (NVIDIA/kvpress at 08a43bf): |v|
+and one budget for all heads, where the paper weighs by |W_o v| and divides a layer's budget.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """FlexPrefill (arXiv 2502.20766): every head lists the blocks that cover a share of the attention of a sample.
 
-The attention of the prompt's last `block_size` queries says how many vertical and how many slash blocks a head needs to
-cover `gamma` of it, and which. Where the attention of the queries' mean over the blocks' mean keys is close to what
-they really do (square root of the Jensen-Shannon divergence below `tau`), a head is "query-aware": besides a minimum of
-such lines it takes the block pairs that cover `gamma` of the attention of mean queries over mean keys.
-
-Where text and code differ this is the code (ByteDance-Seed/FlexPrefill at a24b27b). Lines are counted in tokens, as
-many as cover `gamma`, and one block more than these would fill is taken, those of the highest sums; the first column
-and the diagonal are always among them; both kinds of heads have the minimum. The pairs that cover `gamma` leave out the
-one that passes it.
+The attention of the prompt's last `block_size` queries sets how many vertical and slash lines cover `gamma` of it, and
+which. A head is "query-aware" where the attention of mean queries over mean keys of blocks is close to theirs (square
+root of the Jensen-Shannon divergence below `tau`): it takes a minimum of lines, and the block pairs that cover `gamma`
+of the attention of mean queries. Follows ByteDance-Seed/FlexPrefill at a24b27b: lines are counted in tokens, plus one
+block; the first column and the diagonal are always among them; the pair that passes `gamma` is left out.
 """
 
 from __future__ import annotations

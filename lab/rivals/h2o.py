@@ -1,9 +1,8 @@
 """H2O (arXiv 2306.14048): a head keeps its heavy hitters, the tokens that all queries so far gave most attention.
 
-A token's score is its column's sum of the prompt's causal attention, the mean over the group: a second pass over the
-prompt's attention. What differs from the published code (FMInference/H2O, `H2OKVCache_LayerWise`): there, a token that
-is gone takes no more attention, and recent tokens are half of the budget. `average` divides the sum by the number of
-queries that see the token: "observed attention" of NVIDIA/kvpress at 08a43bf (`ObservedAttentionPress`).
+A score is a column's sum of the prompt's causal attention, mean over the group. In FMInference/H2O an evicted token
+takes no more attention, and recent tokens are half of the budget. `average` divides by the queries that see the token,
+as `ObservedAttentionPress` does (NVIDIA/kvpress at 08a43bf).
 """
 
 from __future__ import annotations

@@ -1,22 +1,15 @@
 """KVzip (arXiv 2505.23416): the cache keeps what the model attends to while it repeats the prompt; for any question.
 
-A prompt is read in full. Then a request to repeat it and a chunk of the prompt are fed behind it, chunk after chunk,
-and forgotten. A token's score is the most attention that it gets while its chunk is repeated (the paper's Algorithm 1).
-The highest scores of all layers and KV heads together stay. Follows the authors' code (snu-mllab/KVzip at 5d84729: the
-request's words, chunks, softmax, `level` "pair" and "uniform", 0.3 of the pairs); `sinks` and "layer" are those of
-NVIDIA/kvpress at 8bb29b9 (`KVzipPress`). What differs:
+A prompt is read in full; then a request to repeat it and a chunk of it are fed, chunk after chunk, and forgotten. A
+token's score is the most attention that it gets while its chunk is repeated (Algorithm 1); the highest scores of all
+layers and KV heads stay. Follows snu-mllab/KVzip at 5d84729 (`level` "pair" and "uniform", 0.3 of the pairs); `sinks`
+and "layer" are those of `KVzipPress` (NVIDIA/kvpress at 8bb29b9). What differs: the first `sinks` tokens take the part
+of the system prompt and count in the budget; `generate` repeats all of its prompt, a context only the document, as in
+the code; `share` is rounded per head, where the code cuts at a threshold; probabilities are float32; the answer's
+header is the chat template's, without one a line break.
 
-- The system prompt. The code keeps it beside the budget, and in every softmax. Here the first `sinks` tokens take its
-  part, as in kvpress, and count in the budget: set `sinks` to its length to have it kept whole.
-- Prompts with a question. The code repeats the document and asks afterwards, as a context (`tca_jax.prefill`) does;
-  `generate` repeats all of its prompt.
-- Counts and precision. `share` is rounded per head, where the code drops all pairs at the threshold, one at least.
-  Probabilities are float32; the code's are of the model's dtype, in which many tie.
-- The answer's header is the chat template's own; for Qwen3 the code adds an empty thinking part. Without a template it
-  is a line break, as in kvpress; without a tokenizer there is no request.
-
-All of the prompt's keys and values are held until the repetition ends, as in the paper. It has twice the attention of
-reading, to pages, 128 queries at a time, at positions behind the prompt, which may pass the model's.
+All keys and values of the prompt are held until the repetition ends, as in the paper. It has twice the attention of
+reading, at positions behind the prompt, which may pass the model's.
 """
 
 from __future__ import annotations

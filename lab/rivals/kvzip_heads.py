@@ -1,11 +1,9 @@
 """KVzip's form by heads (arXiv 2505.23416, section 3): some KV heads keep the whole prompt, the others its window.
 
-A head's score is the most attention that any of its tokens gets while texts are repeated (`repetition_scores`), and the
-share of heads with the highest scores keeps every token. Follows the authors' code (snu-mllab/KVzip at 5d84729:
-`load_head_score`, `level` "head", 0.6 of the heads): tokens after the prompt stay in every head. What differs: the
-first `sinks` tokens take the part of the system prompt; the prompt's last tokens, at least `window`, stay; the number
-of heads is rounded, where the code drops all at the threshold, one at least. Published scores are PyTorch files, of
-LLaMA-3.1-8B and Qwen2.5 of 7B and 14B; pass them as arrays `[layers, H_kv]`.
+A head's score is the most attention that any of its tokens gets while texts are repeated (`repetition_scores`); a share
+of heads with the highest scores keeps every token. Follows snu-mllab/KVzip at 5d84729 (`level` "head", 0.6 of the
+heads). What differs: the first `sinks` tokens take the part of the system prompt; at least `window` last tokens of the
+prompt stay; the number of heads is rounded. Published scores are PyTorch files: pass arrays `[layers, H_kv]`.
 """
 
 from __future__ import annotations

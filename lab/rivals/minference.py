@@ -1,18 +1,11 @@
 """MInference 1.0 (arXiv 2407.02490): each head has one of three patterns, found offline, and fills it from the prompt.
 
-A vertical-slash head takes the columns and diagonals on which the prompt's last 64 queries have most attention, an
-A-shape head the first columns and the nearest diagonals, a block-sparse head the key blocks whose mean key has the
-largest product with the tile's mean query.
-
-Where text and code differ this is the code (microsoft/MInference at 0647e2c). The first 30 columns and the nearest 100
-diagonals are taken first; a vertical-slash head has at least 30 and 50 of them. A diagonal is computed as the code's
-kernel does it: in blocks of as many keys as a tile has queries, which begin at any token and take in further diagonals
-as far as they reach. Here blocks are cut from the nearest diagonal on, there from the farthest: of the keys beside the
-diagonals the two compute some others.
-
-The offline search (`pattern_search.search_patterns`) has the code's candidates and criterion: there, the nearest 30
-diagonals are taken first, and an A-shape head sees one diagonal more than its number says. The code then replaces
-A-shape heads by vertical-slash ones of the same size and block-sparse heads by the default; this search does not.
+A vertical-slash head takes the columns and diagonals with most attention of the prompt's last 64 queries, an A-shape
+head the first columns and nearest diagonals, a block-sparse head the key blocks whose mean key has the largest product
+with the tile's mean query. Follows microsoft/MInference at 0647e2c: the first 30 columns and the nearest 100 diagonals
+come first; a vertical-slash head has at least 30 and 50. A diagonal is computed in blocks of as many keys as a tile has
+queries. What differs: blocks are cut from the nearest diagonal on, in the code from the farthest; `pattern_search`
+keeps A-shape and block-sparse heads, which the code's search replaces afterwards.
 """
 
 from __future__ import annotations

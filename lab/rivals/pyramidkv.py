@@ -1,10 +1,8 @@
 """PyramidKV (arXiv 2406.02069): SnapKV whose budget falls from layer to layer, by equal steps.
 
-With the mean budget m over the layers, the first layer has 2 m - m / beta tokens and the last m / beta, left of the
-window; where a prompt has not as many, the first layer has all of it and the last 2 m less that. Of prompts shorter
-than 2 m, every layer has m. Follows the authors' code (Zefan-Cai/KVCache-Factory at 5fb995d, `PyramidKVCluster`) and
-its defaults but for the window. What differs: the code rounds the step down; here each layer's budget is rounded, as in
-NVIDIA/kvpress at 08a43bf, and m is the mean.
+With the mean budget m, the first layer has 2 m - m / beta tokens left of the window and the last m / beta; of a shorter
+prompt the first has all and the last 2 m less that; below 2 m every layer has m. Follows `PyramidKVCluster`
+(Zefan-Cai/KVCache-Factory at 5fb995d). What differs: the window; budgets are rounded, as in kvpress, not the step.
 """
 
 from __future__ import annotations

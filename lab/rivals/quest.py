@@ -1,12 +1,10 @@
 """Quest (arXiv 2406.10774): every token stays, and each step of decoding attends to the pages that may matter to it.
 
-The least and the greatest entry of a page's keys, in each dimension, bound the product of a query with any of them. A
-step attends to the window and to the pages of the highest bounds; the first layers attend to everything. Prompts, and
-tokens that are appended (also those of given answers), are read under full attention. Follows the published code
-(mit-han-lab/Quest at 01c1623, `evaluation/quest_attention.py`), whose defaults these are. What differs: a KV head reads
-one set of pages, those of the highest mean bound over its group; and at least `window` tokens are always attended to,
-which `budget` counts, where the code's page that is being filled competes with all others. The bounds are computed from
-all keys of a cache whenever a block leaves the window of any of its rows.
+The least and the greatest entry of a page's keys, by dimension, bound a query's product with any of them. A step
+attends to the window and the pages of the highest bounds; the first layers, prompts and appended tokens attend to all.
+Follows mit-han-lab/Quest at 01c1623 (`evaluation/quest_attention.py`). What differs: a KV head reads one set of pages,
+by the mean bound over its group; `window` tokens are always attended to and count in `budget`. Bounds are recomputed
+when a block leaves the window of any row.
 """
 
 from __future__ import annotations
@@ -87,10 +85,7 @@ quest = rival("quest", QuestCache)
 
 
 def page_scores(q: Float[Array, "B Hq d"], cache: Pages, bounds: Bounds) -> Float32[Array, "B Hkv C"]:
-    """The most that a query's product with a key of each kept page can be, mean over the group; -inf for no page.
-
-    Each of the R rows of a cache serves B / R neighbouring rows of `q`.
-    """
+    """The most that a query's product with a key of each kept page can be, mean over the group; -inf for no page."""
     times = len(q) // len(cache.kept)
     least, greatest = (jnp.repeat(x, times, axis=0).astype(jnp.float32) for x in bounds)
     grouped = q.astype(jnp.float32).reshape(len(q), least.shape[1], -1, q.shape[-1])

@@ -1,17 +1,11 @@
 """XAttention (arXiv 2503.16428): a tile attends to the fewest key blocks that hold a share of its antidiagonal sums.
 
 Queries and keys are taken in groups of `stride` tokens; the score of two groups is the sum, over an antidiagonal of
-their square, of products q k, over stride sqrt(d). A softmax over a query group's row of scores, added up by blocks,
-says how much of its attention each key block has. Where text and code differ this is the code (mit-han-lab/x-attention
-at 3185fb2):
-
-- The first block and the tile's own are always taken, and their mass counts towards the threshold.
-- The code reads a prompt in chunks. In the first one a tile takes its own block, and of the others one more than its
-  threshold asks for; the first block is one of the others. Up to 16,384 tokens the first chunk is the whole prompt,
-  from there on the shorter the longer the prompt. `chunk=0` turns this off.
-- Thresholds by query head are a table, as the authors publish one for LLaMA-3.1-8B; its search is not here.
-
-Not as in the code: prompts of at most `dense_tokens` get exact attention (block-sparse tiles save nothing there).
+their square, of products q k, over stride sqrt(d). A softmax over a query group's scores, summed by blocks, is the mass
+of each key block. Follows mit-han-lab/x-attention at 3185fb2: the first block and the tile's own are always taken and
+count towards the threshold. The code reads in chunks; in the first one (of the whole prompt up to 16,384 tokens, then
+shorter) a tile takes one block more than its threshold asks for; `chunk=0` turns this off. Thresholds by query head are
+a table. What differs: prompts of at most `dense_tokens` get exact attention.
 """
 
 from __future__ import annotations
