@@ -98,29 +98,6 @@ def test_outputs_and_gradients_equal_attention_by_masks(shape, all_gates):
     np.testing.assert_allclose(pairs, masks.sum(axis=(1, 2)), rtol=1e-6)
 
 
-def test_gradients_take_linear_memory():
-    """No array of the backward pass is as large as all pairs of tokens."""
-
-    def largest(tokens):
-        x, lengths = jnp.zeros((1, tokens, 2, 8)), jnp.array([tokens])
-        gates, heads = jnp.array([0.0, 1.0]), jnp.arange(2)
-
-        def slope(q):
-            return jax.grad(lambda q: gated_attention.attend_gated(q, x, x, gates, heads, lengths, CONFIG).sum())(q)
-
-        return max(sizes(jax.make_jaxpr(slope)(x).jaxpr))
-
-    def sizes(jaxpr):
-        for equation in jaxpr.eqns:
-            yield from (int(np.prod(getattr(out.aval, "shape", ()))) for out in equation.outvars)
-            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-                if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                    yield from sizes(getattr(inner, "jaxpr", inner))
-
-    # A bool or a float of each pair of tiles is allowed: L^2 / b^2 is little. All pairs of tokens are not.
-    assert largest(4096) < 4096**2 / 8
-
-
 # --- losses inside texts ---------------------------------------------------------------------------
 
 TEXTS = [random_ids(120, seed=1).tolist(), random_ids(97, seed=2).tolist()]

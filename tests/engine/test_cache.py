@@ -1,8 +1,6 @@
-"""The KV cache in pages: static layout, what tables name, what prompts leave, eviction, shared pages."""
+"""The KV cache in pages: static layout, what tables name, what prompts leave, idle rows."""
 
-import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +10,8 @@ from paged import kept_tokens, local_tokens, read_layer
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine import cache as cache_module
-from tca_jax.engine.cache import CacheLayout, memory_bytes
-from tca_jax.engine.contexts import first_local
+from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.decode import decode_layer
-from tca_jax.engine.extend import rows_with_leaving_block
 from tca_jax.methods.base import Heads
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
@@ -43,31 +38,6 @@ def _qkv(seed, batch, tokens, heads=4, kv_heads=2, d=D):
 def read(method, layout, lengths, qkv):
     """The cache of one layer behind prompts."""
     return read_layer(method, layout, lengths, qkv)[1]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def decode(method, shared, cache, new, first, prompt_lengths, steps):
-    """The rows' own cache after some tokens were fed."""
-
-    def step(t, cache):
-        leaving = rows_with_leaving_block(method.cache, first + t, prompt_lengths)
-        token = [jax.lax.dynamic_slice_in_dim(x, t, 1, axis=1) for x in new]
-        return decode_layer(method.cache, 0, HEADS, *token, shared, cache, first + t, leaving)[1]
-
-    return jax.lax.fori_loop(0, steps, step, cache)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def shared_and_own(cache, layout, lengths):
-    shared, own = cache_module.shared_and_own(cache, layout, lengths)
-    assert shared.k is cache.k
-    return shared, own
-
-
-@functools.partial(jax.jit, static_argnums=(2, 4))
-def joined(shared, own, layout, lengths, fed):
-    """One cache of all that rows hold who were fed some tokens behind their prompts."""
-    return cache_module.joined(shared, own, layout, first_local(lengths + fed, lengths, 8, 16))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -142,74 +112,3 @@ def test_pages_hold_local_and_selected_tokens(length):
         np.testing.assert_array_equal(
             kept_tokens(cache, 0, head), np.stack([np.asarray(x)[0, chosen, head] for x in (k, v)])
         )
-
-
-@pytest.mark.parametrize("prompts", [(64, 59), (41, 40), (7, 12)])
-def test_shared_and_own_equal_one_cache(prompts):
-    lengths, candidates = np.array(prompts, np.int32), (4, DENSE)
-    method, sizes = method_of(candidates), (1, 2, 2, 64)
-    qkv, new = _qkv(1, 2, 64), _qkv(2, 2, 30)
-    whole = decode(method, None, read(method, plan(candidates, 2, 64, 30), lengths, qkv), new, lengths, lengths, 30)
-    shared, own = shared_and_own(
-        read(method, plan(candidates, 2, 64), lengths, qkv),
-        CacheLayout.plan_following(method.cache, *sizes, 30),
-        lengths,
-    )
-    own = decode(method, shared, own, new, lengths, lengths, 30)
-    both = joined(shared, own, plan(candidates, 2, 128), lengths, 30)
-    for row, head in np.ndindex(2, 2):
-        np.testing.assert_array_equal(kept_tokens(both, row, head), kept_tokens(whole, row, head))
-        positions = np.arange(int(both.start[row]), prompts[row] + 30)
-        np.testing.assert_array_equal(local_tokens(both, row, positions), local_tokens(whole, row, positions))
-
-
-@dataclasses.dataclass(frozen=True)
-class Greedy(methods.CachePolicy):
-    """Keeps more than it has named."""
-
-    block_size, window = 8, 16
-
-    def capacities(self, layer, prompt_tokens):
-        return 130
-
-    def growth(self, layer, prompt_tokens, new_tokens):
-        return 9 if new_tokens else 0
-
-    def select(self, layer, heads, q, k, v, lengths, backend):
-        batch, tokens, kv_heads, _ = k.shape
-        budgets = jnp.where(jnp.arange(tokens // 8) < self.num_ranked_blocks(lengths)[:, None, None], 8, 0)
-        budgets = jnp.broadcast_to(budgets, (batch, kv_heads, tokens // 8)).astype(jnp.int32)
-        return methods.Selection(jnp.ones((batch, kv_heads, tokens), jnp.float32), budgets)
-
-    def evict(self, layer, heads, attention, blocks):
-        return methods.Selection(attention.mean(axis=2), jnp.full((*attention.shape[:2], 1), 8, jnp.int32))
-
-
-def test_excess_tokens_spoil_no_other_page():
-    method = methods.Method("greedy", methods.SparsePrefill(Greedy()), Greedy())
-    layout = CacheLayout.plan(Greedy(), 1, 2, 1, 400, 0)
-    following = CacheLayout.plan_following(Greedy(), 1, 2, 1, 400, 139)
-    assert (layout.kept_pages, following.kept_pages) == ((((32, 32),),), (((2, 2),),))
-    lengths = np.array([400], np.int32)
-    q, k, v = _qkv(5, 1, 400)
-    cache = read(method, layout, lengths, (q, k, v))
-    new = _qkv(6, 1, 139)
-    shared, own = shared_and_own(cache, following, lengths)
-    own = decode(method, shared, own, new, lengths, lengths, 139)  # 17 blocks leave
-    assert shared.kept[0].tolist() == [[256, 256]]
-    assert own.kept[0].tolist() == [[16, 16]]
-    for head in range(2):
-        np.testing.assert_array_equal(kept_tokens(shared, 0, head)[0], k[0, :256, head])
-        left = k[0, 384:400, head]
-        np.testing.assert_array_equal(kept_tokens(own, 0, head)[0], left)
-
-
-def test_memory_without_an_allocator_limit_is_unknown(monkeypatch):
-    def of_device(platform, stats):
-        device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
-        monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        return memory_bytes()
-
-    assert of_device("gpu", {"bytes_limit": 80}) == 80
-    assert of_device("gpu", {"bytes_limit": 0}) is of_device("gpu", {}) is None
-    assert of_device("cpu", None) > 0  # the host's

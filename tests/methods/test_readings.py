@@ -8,17 +8,14 @@ import numpy as np
 import oracle
 import pytest
 from cases import poison, qkv
-from implementations import INTERPRET, implementation, runs
 from reading_oracle import attend_by, read
 from tiny import CONFIG, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.lab.plots import inspection
 from tca_jax.methods.base import Heads
-from tca_jax.methods.fetching import attend_blocks, fetch_lists, fetched_blocks
+from tca_jax.methods.fetching import fetched_blocks
 from tca_jax.methods.tca import tca
-from tca_jax.pallas_kernels import backends
 
 SMALL = tca_jax.TCAConfig(block_size=8, window=16, reserve=3, observation=6, spread=2, fetch=2, fetch_stride=4)
 DENSE = SMALL.num_candidates
@@ -85,16 +82,6 @@ def test_layers_of_all_readings_equal_the_oracle(lengths, fields, options):
         np.testing.assert_array_equal(pairs, [n * (n + 1) / 2 for n in lengths])
 
 
-def test_the_kernels_equal_the_oracle_under_all_readings(monkeypatch):
-    if not runs("triton"):
-        pytest.skip("needs another GPU")
-    if INTERPRET:
-        monkeypatch.setattr(backends, "_lacks", lambda backend: None if backend in ("triton", "xla") else "nothing")
-        monkeypatch.setattr(backends, "_load", lambda operation, name: implementation(operation, name))
-    config = dataclasses.replace(SMALL, block_size=16, window=32, fetch_stride=8)
-    check(config, np.array([112, 70], np.int32), READINGS, PREFILL_ROWS, 1, "triton", head_dim=16, atol=2e-4)
-
-
 def test_fetching_all_blocks_is_exact_attention():
     lengths = np.array([101, 44], np.int32)
     q, k, v = map(jnp.asarray, qkv(0, 2, 101, 4, 2, 16))
@@ -115,24 +102,6 @@ def test_tied_blocks_are_fetched_in_order():
     assert found[7] == {4, 2, 0}
     assert found[8] == {0, 1, 2}
     assert found[:4] == [set(), set(), set(), {0}]
-
-
-@pytest.mark.parametrize("length", [72, 75])
-def test_later_tokens_change_no_earlier_tile(length):
-    q, k, v = qkv(3, 1, 133, 4, 2, 16)
-    lengths = np.array([133], np.int32)
-    other_q, other_k, other_v = (poison(x, [length], 50.0) for x in (q, k, v))
-    tiles = length // 8  # whole ones
-    before, after = (
-        fetch_lists(*map(jnp.asarray, (*x, lengths)), FETCHING, "xla") for x in ((q, k), (other_q, other_k))
-    )
-    np.testing.assert_array_equal(after.distances[:, :, :tiles], before.distances[:, :, :tiles])
-    assert not np.array_equal(after.distances, before.distances)
-    outs = [
-        np.asarray(attend_blocks(*map(jnp.asarray, (*x, lengths)), FETCHING, "xla")[0])
-        for x in ((q, k, v), (other_q, other_k, other_v))
-    ]
-    np.testing.assert_array_equal(outs[1][:, : tiles * 8], outs[0][:, : tiles * 8])
 
 
 # --- a model --------------------------------------------------------------------------------------
@@ -211,31 +180,3 @@ def test_last_layer_fetches_from_the_whole_prompt(lm):
     assert out.tokens == [tokens]
     np.testing.assert_allclose(out.logprobs[0], logprobs, atol=1e-3)
     assert out.stats.kept_share < 0.6
-
-
-@pytest.mark.integration
-def test_readings_do_not_change_the_kept_tokens(lm):
-    ids, rows = random_prompt(9, 100), [[0, 3]] * 2
-    sparse, *others = (
-        inspection.kept_tokens(under(lm, readings, rows, None), ids)[0] for readings in ("sparse", "blocks", "dense")
-    )
-    for other in others:
-        np.testing.assert_array_equal(other, sparse)
-
-
-def test_readings_that_are_alike_are_one_reading():
-    assert tca(0, SMALL, readings=[["blocks"] * 2] * 3) == tca(0, SMALL, readings="blocks")
-    assert tca(0, SMALL, readings=np.full((3, 2), "sparse")) == tca(0, SMALL)
-    assert hash(tca([[0, 1]], SMALL, readings=[["blocks", "dense"]])) is not None
-
-
-def test_layers_estimate_once_if_heads_fetch():
-    q, k, v = map(jnp.asarray, qkv(6, 1, 64, 4, 2, 8))
-    method = tca(0, SMALL, readings=[["sparse", "sparse"], ["sparse", "blocks"]])
-    for layer, times in ((0, 0), (1, 1)):
-        program = str(
-            jax.make_jaxpr(
-                lambda *x, layer=layer: method.prefill.attend(layer, Heads.all(x[1].shape[2]), *x, None, "xla")
-            )(q, k, v, jnp.array([64]))
-        )
-        assert program.count("name=block_mass") == times

@@ -69,19 +69,15 @@ def test_scaling_widens_the_context(config_entries):
             ("llama", changes, message)
             for changes, message in [
                 ({"model_type": "mistral"}, r"model_type 'mistral' is not supported: .*'llama', 'qwen2', 'qwen3'"),
-                ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
                 ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \('gptq'\)"),
                 ({"dual_chunk_attention_config": {"chunk_size": 8}}, r"must be removed"),
                 ({"hidden_act": "gelu"}, r"config\['hidden_act'\] = 'gelu': must be 'silu'"),
                 ({"vocab_size": None}, r"config\['vocab_size'\] is missing"),
-                ({"hidden_size": "32"}, r"config\['hidden_size'\] = '32': must be an integer >= 1"),
-                ({"vocab_size": 10**12}, r"config\['vocab_size'\] = 1000000000000: must be an integer"),
                 ({"num_key_value_heads": 3}, r"num_heads = 4 must be a multiple of num_kv_heads = 3"),
                 ({"head_dim": 7}, r"head_dim = 7 must be even"),
                 ({"tie_word_embeddings": "yes"}, r"config\['tie_word_embeddings'\] = 'yes'"),
                 ({"torch_dtype": "float8_e4m3fn"}, r"config\['torch_dtype'\] = 'float8_e4m3fn': must be one of"),
                 ({"partial_rotary_factor": 0.25}, r"\['partial_rotary_factor'\] = 0\.25: must be 1"),
-                ({"rms_norm_eps": 10**400}, r"config\['rms_norm_eps'\] = 1000+: must be a positive number"),
                 ({"rope_scaling": "yarn"}, r"config\['rope_scaling'\] = 'yarn': must be an object"),
                 ({"rope_theta": math.nan}, r"rope_parameters\['rope_theta'\] = nan: must be a positive number"),
                 ({"rope_scaling": {"type": "linear", "factor": 1e12}}, r"stretches the context to 32000000000000"),
@@ -106,9 +102,7 @@ def test_read_config_names_the_file(tmp_path, config_entries):
         (b"{", "is not valid JSON"),
         (b'{"model_type": "\xff"}', "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
-        (b"[1]", "holds a list: must be a JSON object"),
         (json.dumps(config_entries(hidden_act="relu")).encode(), r"config\['hidden_act'\] = 'relu'"),
-        (json.dumps(config_entries(rms_norm_eps=math.nan)).encode(), r"config\['rms_norm_eps'\] = nan"),
     ):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match=rf"config\.json.*{message}"):
@@ -176,14 +170,11 @@ def test_hugging_face_entries_survive_a_round_trip(name):
     ("parameters", "message"),
     [
         ({"rope_type": "llama3", "factor": 8.0}, r"rope_parameters\['low_freq_factor'\] is missing"),
-        ({"rope_type": "linear", "factor": "4"}, r"rope_parameters\['factor'\] = '4': must be a positive number"),
         (LLAMA3 | {"low_freq_factor": 4.0}, r"\['low_freq_factor'\] = 4\.0: must be below high_freq_factor = 4"),
         (YARN | {"rope_theta": 1}, r"\['rope_theta'\] = 1: must be a number of float32, above 1 for YaRN"),
-        ({"rope_theta": 1e308}, r"\['rope_theta'\] = 1e\+308: must be a number of float32"),
         ({"rope_type": "linear", "factor": 1e308}, r"RoPE .* is not supported: numbers must fit into float32"),
         (YARN | {"truncate": "no"}, r"rope_parameters\['truncate'\] = 'no': must be true or false"),
         ({"rope_type": "longrope"}, r"RoPE .*longrope.* is not supported"),
-        ({"full_attention": {"rope_type": "default"}}, r"RoPE .*full_attention.* is not supported"),
     ],
 )
 def test_unsupported_rope_is_named(parameters, message):
