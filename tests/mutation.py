@@ -29,7 +29,7 @@ CORE = {
     "models": ("models", "engine"),
     "pallas_kernels": ("pallas_kernels", "methods"),
     "tca_jax/engine": ("engine", "methods"),
-    "tca_jax/methods": ("methods", "engine"),
+    "tca_jax/methods": ("methods", "engine", "lab/rivals"),
 }
 #: Tests of the whole core.
 OF_ALL = ("test_functional.py", "test_refusals.py")
