@@ -152,10 +152,7 @@ def model_line(model: str) -> str:
 def run_demo(
     checkpoint: Checkpoint, tokens: int, questions: int, seed: int, out: Path, report: Report | None = None
 ) -> DemoResult:
-    """Reads a document and asks the questions under each method, and draws what TCA keeps.
-
-    `report(step, done, total)` is called when a step begins; None where a step cannot be counted.
-    """
+    """Reads a document, asks the questions under each method, and draws what TCA keeps."""
     report = report or (lambda step, done, total: None)
     model = RECALL_TINY if checkpoint.name == RECALL_TINY else SMOLLM2
     exam = (_fact_exam if model == SMOLLM2 else _recall_exam)(checkpoint, tokens, questions, seed)

@@ -84,10 +84,7 @@ def _knob(name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, 
 
 
 def held_share(lm: LM, sizes: CallSizes) -> float:
-    """Bytes of a prompt's caches over those of full attention.
-
-    Of a question: with the document's worst end in its block, over full attention with the best.
-    """
+    """Cache bytes of a prompt, and of a question at the document's worst end in a block, over full attention's."""
     fed = least = None
     if sizes.question_tokens is not None and sizes.new_tokens is not None:
         b, room = lm.method.cache.block_size, bucket_length(sizes.new_tokens)

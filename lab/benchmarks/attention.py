@@ -25,10 +25,9 @@ from tca_jax.pallas_kernels.backends import can_run
 
 NOTE = (
     "One layer, one prompt, random bfloat16 inputs; medians over {repeats} rounds in turns with full causal attention "
-    "by cuDNN (XLA without a GPU) on the same inputs. `total ms` is selection and attention in one program, "
-    "`selection ms` and `attention ms` each in a program of its own. `kept` is the share of the prompt's tokens in "
-    "cache and window, `area` the attended share of causal pairs (query, key); `TFLOP/s on area` counts these pairs "
-    "alone, over `attention ms`. `error` is relative to the XLA oracle at up to {checked} tokens. {shares}"
+    "by cuDNN (XLA without a GPU). `total ms`: selection and attention in one program; the parts are programs of "
+    "their own. `kept`: share of the tokens in cache and window; `area`: attended share of causal pairs, which alone "
+    "`TFLOP/s on area` counts. `error`: relative to the XLA oracle at up to {checked} tokens. {shares}"
 )
 
 _EXACT, _ESTIMATED = 1e-2, 0.1  # most relative error; backends may choose other blocks of nearly the same estimate

@@ -18,10 +18,9 @@ from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
 
 NOTE = (
-    "A call of `calibrate` over `texts` texts of `tokens` tokens: the first call, with `compile s` of it in lowering "
-    "and XLA, and the second call. `layer passes` are passes of a text through a layer, over all searches. Random "
-    "weights have no head of any worth: their searches end at once, so the time of one with r rounds and h heads is "
-    "computed from `ms per pass`."
+    "A call of `calibrate` over `texts` texts of `tokens` tokens: the first, with `compile s` in lowering and XLA, "
+    "and the second. `layer passes`: passes of a text through a layer. Searches with random weights end at once; "
+    "compute others from `ms per pass`."
 )
 
 

@@ -39,12 +39,11 @@ _WARM = 2  # new tokens before the timed steps
 _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
 
 NOTE = (
-    "Caches of random keys and values behind a prompt of `tokens`; `attended` is the share of all tokens that a step "
-    "reads. One layer: a program of {steps} dependent steps over copies of the cache that do not fit L2, less the same "
-    "program without attention, in turns. Whole models, one after the other: random weights, mean of {model_steps} "
-    "steps without eviction; `GB/s` count weights, too. `over floor` is the time over that of the same bytes at the "
-    "rate of a device copy, {copied:,.0f} GB/s. Medians over {repeats} rounds; `speed-up` is over full attention with "
-    "the same `KV` and backend, `error` relative to the XLA oracle. {shares}"
+    "Random caches behind a prompt of `tokens`; `attended`: share of all tokens that a step reads. One layer: {steps} "
+    "dependent steps over copies of the cache that do not fit L2, less the same program without attention. Whole "
+    "models: random weights, mean of {model_steps} steps without eviction; `GB/s` count weights, too. `over floor`: "
+    "over the same bytes at the rate of a device copy, {copied:,.0f} GB/s. Medians over {repeats} rounds; `speed-up` "
+    "is over full attention with the same `KV` and backend, `error` relative to the XLA oracle. {shares}"
 )
 
 

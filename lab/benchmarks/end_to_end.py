@@ -27,13 +27,12 @@ from tca_jax.models.sharding import DATA, axis_size, check_mesh
 from tca_jax.pallas_kernels.kv import num_bytes
 
 NOTE = (
-    "Random token ids, {new_tokens} new tokens per answer, {rows} prompts at once; medians of {repeats} calls of "
-    "`generate` in turns, after a first call that compiles (`compile s`). `TTFT s` is the time from token ids to the "
-    "first new token, `ms/token` the mean of further tokens; speed-ups are over full attention. `kept` is the share of "
-    "tokens in the cache, `area` the attended share of the prompt's causal pairs. `over arithmetic floor` compares "
-    "TTFT with matrix products and attention (`area`) at the rate of a large product, {multiplied:,.0f} TFLOP/s; `over "
-    "byte floor` a token with weights and kept keys and values at the rate of a device copy, {copied:,.0f} GB/s. `GB "
-    "per device` are weights and cache, `peak GB` the most that the process has held on a device up to then. {shares}"
+    "{new_tokens} new tokens per answer, {rows} prompts of random tokens at once; medians of {repeats} calls of "
+    "`generate` in turns, after one that compiles (`compile s`). `TTFT s`: seconds to the first new token; "
+    "`ms/token`: mean of further ones; speed-ups are over full attention. `kept`: share of tokens in the cache; "
+    "`area`: attended share of causal pairs. `over arithmetic floor`: TTFT over matrix products and `area` at "
+    "{multiplied:,.0f} TFLOP/s (a large product); `over byte floor`: a token over weights and kept keys and values at "
+    "{copied:,.0f} GB/s (a device copy). `GB per device`: weights and cache; `peak GB`: the process's most. {shares}"
 )
 
 

@@ -29,13 +29,12 @@ _COPY_REPEATS = 7
 _SECONDS = 600.0  # longest wait for the engine
 
 NOTE = (
-    "Documents of {tokens:,} random tokens. `fit` is how many of them the pages of the device hold. A step is the mean "
-    "of {steps} while `rows` answers about different documents run, between tokens as a client gets them; `over floor` "
-    "compares it with weights and documents at the rate of a device copy, {copied:,.0f} GB/s. Load: {requests} "
-    "requests arrive as a Poisson process, {rate:g} per second (seed {seed}); a share of {prompts:g} has a prompt of "
-    "{prompt_tokens:,} tokens of its own, the others ask {question_tokens} tokens about a random document; answers "
-    "have at most {answer_tokens} tokens. `first token` runs from the arrival, `inter-token` is the time between "
-    "tokens of an answer. {shares}"
+    "Documents of {tokens:,} random tokens; `fit`: how many of them the device holds. A step is the mean of {steps} "
+    "with `rows` answers about different documents, as a client gets them; `over floor`: over weights and documents "
+    "at the rate of a device copy, {copied:,.0f} GB/s. Load: {requests} requests, a Poisson process of {rate:g} per "
+    "second (seed {seed}); a share of {prompts:g} has {prompt_tokens:,} tokens of its own, the others ask "
+    "{question_tokens} tokens about a random document; answers have at most {answer_tokens} tokens. `first token` "
+    "runs from the arrival, `inter-token` between tokens of an answer. {shares}"
 )
 T = TypeVar("T")
 

@@ -45,12 +45,11 @@ _SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repe
 _OPTIONS: tuple[common.Row, ...] = ({"stop_token_ids": ()}, {**_SAMPLED, "stop_token_ids": (3, 5)})
 
 NOTE = (
-    "{model} in float32, {documents} documents of up to {tokens:,} tokens, {rows} rows, {clients} clients, "
-    "seed {seed}, {rounds} engines one after the other over one folder of documents; device and host memory hold few "
-    "of them. Every answer is compared with that of `generate`, also sampled ones; of a cancelled one the tokens so "
-    "far. `gone`: another client dropped the document, or a chat found no room for its own. After each round all pages "
-    "of answers are free, and the next engine finds all documents on disk. `grown MB`: growth of the process after the "
-    "first {warm:.0%} of a round without compiling, by a line through its samples."
+    "{model} in float32, {documents} documents of up to {tokens:,} tokens, few of which fit memory, {rows} rows, "
+    "{clients} clients, seed {seed}, {rounds} engines in turn over one folder. Answers are compared with those of "
+    "`generate`; of a cancelled one the tokens so far. `gone`: another client dropped the document, or a chat found "
+    "no room. After a round all pages are free, and the next engine finds all documents. `grown MB`: growth of the "
+    "process after the first {warm:.0%} of a round, without compiling."
 )
 
 

@@ -28,6 +28,7 @@ from tca_jax.methods.full import BASELINE, FullPrefill
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Selection
 from tca_jax.models.decoder import Decoder
+from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 _CHUNK = 128  # positions whose logits are computed at once
 #: Of each layer: q [1, L', Hq, d], k and v [1, L', Hkv, d], and the attended share [1]; L' is padded.
@@ -68,10 +69,7 @@ def read_full(lm: LM, ids: Sequence[int]) -> FullRead:
 
 
 def read_by(lm: LM, full: FullRead) -> MaskedRead:
-    """The tokens that the model's method keeps of a document, which a sparse prefill reads again.
-
-    ValueError if each step of a method attends to other tokens of its cache (Quest).
-    """
+    """The tokens that the model's method keeps of a document; ValueError if each step reads others (Quest)."""
     method, lengths, layers = lm.method, jnp.asarray([len(full.ids)]), full.layers
     masked = type(method.cache).attended is CachePolicy.attended
     require(masked, f"{method.name} chooses what each step attends to, which is no mask: use tca-jax eval")
@@ -153,14 +151,9 @@ def _repetition_scores(
 
 def kept_mask(policy: CachePolicy, selection: Selection, lengths: Int[Array, " B"]) -> Bool[Array, "B Hkv L"]:
     """Tokens kept after prompts: the window of the next query, and the selection left of it."""
-    batch, kv_heads, tokens = selection.scores.shape
-    b, blocks = policy.block_size, tokens // policy.block_size
-    in_blocks = selection.scores[..., : blocks * b].reshape(batch, kv_heads, blocks, b)
-    rank = jnp.argsort(jnp.argsort(-in_blocks, axis=-1, stable=True), axis=-1)
-    chosen = (rank < selection.budgets[..., None]).reshape(batch, kv_heads, blocks * b)
-    chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, tokens - blocks * b)))
-    first = jnp.maximum(0, lengths // b * b - policy.window)
-    return chosen | (jnp.arange(tokens) >= first[:, None, None])
+    chosen = selection_mask(*selection[:2], block_size=policy.block_size)
+    first = policy.num_ranked_blocks(lengths) * policy.block_size
+    return chosen | (jnp.arange(chosen.shape[-1]) >= first[:, None, None])
 
 
 def _select(method: Method, layer: int, q: Array, k: Array, v: Array, lengths: Array) -> Selection:

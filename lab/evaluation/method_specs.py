@@ -114,14 +114,12 @@ class Builder:
         def held(count: int) -> float:
             return held_share(with_steps(self.lm.on_one_device, count), sizes)
 
-        least = held(0)
-        require(
-            least <= kv_share,
-            f"kv_share = {kv_share}: must be at least {least_share(least)}, which window, reserve and candidate 0 take "
-            f"of full attention's bytes at {sizes.prompt_tokens} tokens",
+        fitting = bisect.bisect_right(range(len(steps) + 1), kv_share, key=held)
+        least = (
+            f"must be at least {least_share(held(0))}, which window, reserve and candidate 0 take of full attention's"
         )
-        most = bisect.bisect_left(range(1, len(steps) + 1), True, key=lambda count: held(count) > kv_share)
-        return with_steps(self.lm, most)
+        require(fitting, f"kv_share = {kv_share}: {least} bytes at {sizes.prompt_tokens} tokens")
+        return with_steps(self.lm, fitting - 1)
 
     def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:
         """A registered name, or two, and all options as `lm.with_method` takes them."""
@@ -148,9 +146,8 @@ class Builder:
         """The value of an option without a default: from the profile, or measured once."""
         if option == "gates" and self.profile is not None:
             return head_gates(self.profile)
-        require(
-            option not in ("candidates", "gates"), f"--methods {label}: needs --profile DIR, from tca-jax calibrate"
-        )
+        made = option not in ("candidates", "gates")
+        require(made, f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
         if option not in self._found:
             if option == "preferences":
                 temperatures: dict[str, Any] = cake.published_temperatures(self.lm.name)

@@ -53,10 +53,7 @@ class TextTask:
     def measure(
         self, lm: LM, samples: Sequence[list[int]], protocol: str, batch: int, report: Callable[[int], None]
     ) -> dict[str, Any]:
-        """Losses of all passages in nats per token, one passage for each device on "data" at a time; costs are means.
-
-        Bytes and kept share are those of the contexts before the passages' ends.
-        """
+        """Losses in nats per token; costs are means, bytes and kept share those of contexts before the ends."""
         found, stats, rows = list[dict[str, Any]](), [], axis_size(lm.mesh, DATA)
         count = _continued_tokens(len(samples[0]))
         for chosen, filled in batches(samples, rows):

@@ -29,10 +29,10 @@ class Document:
 
 
 def build_document(rng: np.random.Generator, num_bytes: int, tasks: Sequence[str], split: str = "held-out") -> Document:
-    """Draws a question of each task, a key of `recall.TASKS`, and hides its facts in a passage of real text.
+    """Draws a question of each task, a key of `recall.TASKS`, and hides its facts in a passage of `num_bytes`.
 
-    The text has `num_bytes` with the facts; the shipped model was trained on the split "train". The same `rng` gives
-    the same document on the same Python. ValueError if a task or `split` is unknown, or the facts do not fit.
+    The shipped model was trained on the split "train". ValueError if a task or `split` is unknown, or the facts do not
+    fit.
     """
     keys = draw_keys(rng)
     return hide(rng, num_bytes, [draw_question(rng, task, keys) for task in tasks], split)

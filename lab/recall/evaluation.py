@@ -30,10 +30,7 @@ class RecallAnswers(NamedTuple):
 def draw_documents(
     seed: tuple[int, ...] | int, count: int, num_bytes: int, task: str, split: str = "held-out"
 ) -> list[Document]:
-    """Documents with a question of `task`, the first of theirs, and one of every other task.
-
-    With the first question as `completion` puts it, a document has `num_bytes`.
-    """
+    """Documents with a question of `task` first and one of every other; `num_bytes` count the first question."""
     documents, tasks = [], [task, *(other for other in TASKS if other != task)]
     for number in range(count):
         rng = np.random.default_rng((*np.atleast_1d(seed).tolist(), number))

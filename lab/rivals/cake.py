@@ -82,10 +82,7 @@ cake = rival("cake", CAKECache)
 
 @functools.lru_cache(maxsize=2**14)
 def layer_budgets(preferences: tuple[float, ...], total: int, most: int) -> tuple[int, ...]:
-    """Tokens of every layer: `total` in proportion to the preferences, and at most `most` in each.
-
-    What passes `most` is dealt out evenly among the layers that have room.
-    """
+    """Tokens of every layer: `total` by preference, at most `most`; the rest is dealt out evenly where room is."""
     weights = np.asarray(preferences)
     budgets = np.minimum(np.floor(weights / weights.sum() * total), most).astype(np.int64)
     while (rest := total - budgets.sum()) > 0:

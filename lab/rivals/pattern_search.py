@@ -43,11 +43,7 @@ def pattern_scores(
     candidates: tuple[HeadPattern, ...] = CANDIDATES,
     first_query: int = FIRST_QUERY,
 ) -> Float32[Array, "B Hq P"]:
-    """Attention mass that each head keeps under each candidate, mean over its queries from `first_query` on.
-
-    Columns and diagonals count as such, not as the blocks that inference computes. Memory is linear in L but for the
-    block-sparse candidate; the time is that of full attention, once for each candidate.
-    """
+    """Attention mass that each head keeps under each candidate, mean over its queries from `first_query` on."""
     length, column = q.shape[1], jnp.arange(q.shape[1])
 
     def one_head(queries: Float[Array, "B L G d"], keys: Float[Array, "B L d"]) -> Float32[Array, "B G P"]:

@@ -12,10 +12,7 @@ from jaxtyping import Array, Bool, Float32, Int, UInt32
 def highest(
     values: Float32[Array, "*lead n"], counts: Int[Array, "*lead"], among: Bool[Array, "*#lead n"]
 ) -> Bool[Array, "*lead n"]:
-    """Marks the `counts` highest values of each row, all where there are fewer; ties go to the lower index.
-
-    Only values `among` are marked. No value is NaN.
-    """
+    """Marks the `counts` highest values `among` those of each row, all if fewer; ties go to the lower index."""
     keys = ordered(values, among)
     least = threshold(keys[..., :1], lambda key: total(keys >= key) >= counts[..., None])
     return _first(keys, least, lambda tied, above: counts[..., None] - total(above))

@@ -98,10 +98,7 @@ def attention_to_prompts(
     lengths: Int[Array, " B"],
     backend: Backend = "auto",
 ) -> Float32[Array, "layers B Hkv L"]:
-    """The most attention that each token of prompts gets while its chunk is repeated: KVzip, Algorithm 1, in float32.
-
-    The first `sinks` tokens have a score of 2, as no attention passes 1. All prompts are `held`.
-    """
+    """The most attention of each token while its chunk is repeated: KVzip, Algorithm 1; `AHEAD` for sinks."""
     (batch, length), full, layers = tokens.shape, _holding_everything(lm), range(lm.config.num_layers)
     chunk, sinks = max(1, min(repetition.chunk, length - repetition.sinks)), min(repetition.sinks, length)
     # Token ids of the request for the first chunk and for others; negative ones count back from the chunk.

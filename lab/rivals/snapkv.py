@@ -39,11 +39,7 @@ class ObservingCache(PromptCompression):
     def pooled(
         self, votes: Float32[Array, "B G L"], lengths: Int[Array, " B"], pooling: str = "avg"
     ) -> Float32[Array, "B L"]:
-        """The mean over the group of what each token gets from the observing queries, pooled.
-
-        These queries' own tokens, and what lies past either end, count as 0. A mean divides by `kernel` everywhere, as
-        torch's default does.
-        """
+        """The group's mean of attention by the observing queries, pooled; means divide by `kernel` at ends, too."""
         before = jnp.arange(votes.shape[-1]) < (lengths - self.observation)[:, None, None]
         operation = jax.lax.max if pooling == "max" else jax.lax.add
         votes = jnp.where(before, votes, 0)

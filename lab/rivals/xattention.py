@@ -101,10 +101,7 @@ def chosen_blocks(
 def antidiagonal_mass(
     q: Float[Array, "B L G d"], k: Float[Array, "B L d"], lengths: Int[Array, " B"], *, stride: int, block_size: int
 ) -> Float32[Array, "B G N N"]:
-    """Estimated attention of every query tile on every key block: sums of softmax over the tile's groups of queries.
-
-    A group has `stride` tokens; a last one that is cut off counts with what it has.
-    """
+    """Estimated attention of query tiles on key blocks: softmax over groups of `stride` queries, summed."""
     batch, length, group, dim = q.shape
     tiles, in_block = cdiv(length, block_size), block_size // stride
     outside = tiles * block_size - length
