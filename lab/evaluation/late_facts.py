@@ -1,9 +1,8 @@
 """Late answers: facts and passages of a document that was read without the questions, and the text that follows it.
 
 `python -m tca_jax.lab.evaluation.late_facts MODEL --out FILE` appends a record for each document and method, and prints
-the table of all records in FILE. Questions go through the chat template and end with the answer's first words
-("late-prefix"); a fact is right if every token of its value is the likeliest one, which greedy decoding would give.
-A method keeps tokens by a mask (`by_layers`).
+the table of FILE. Questions end with the answer's first words ("late-prefix"); a fact is right if every token of its
+value is the likeliest one. A method keeps tokens by a mask (`by_layers`).
 """
 
 from __future__ import annotations

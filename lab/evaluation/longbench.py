@@ -56,8 +56,7 @@ def rouge_l(prediction: str, reference: str, classes: Sequence[str]) -> float:
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
     """1 over the number of classes in the answer, if the right one is among them.
 
-    A class whose name is part of the right one's does not count. As in LongBench's code, which removes from the list it
-    iterates over, the class after such a one is skipped.
+    As in LongBench's code, the class after one whose name is part of the right one's is skipped.
     """
     named = [name for name in classes if name in prediction]
     for name in named:

@@ -1,7 +1,4 @@
-"""Common parts of the measuring sticks: methods by name, files of records, tables, intervals.
-
-A record is a line of JSON for one document under one method; intervals are over all documents of a file.
-"""
+"""Common parts of the measuring sticks: methods by name, files of records, tables, intervals."""
 
 from __future__ import annotations
 
@@ -53,8 +50,7 @@ def named_methods(
 ) -> Iterator[Named]:
     """Full attention, each method at each share of full attention's bytes (None: its defaults), and the profiles.
 
-    `duoattention` takes its gates from the first profile by worth, and reads prompts in full. A share that a method
-    cannot take is printed and left out.
+    `duoattention` takes gates from the first profile by worth. A share that a method cannot take is printed.
     """
     read = {name: Profile.load(path) for name, path in profiles.items()}
     by_worth = next((each for each in read.values() if not np.isnan(each.keeping_worth).any()), None)

@@ -1,7 +1,6 @@
 """`eval --tune`: a search for options of other methods on TCA's calibration texts and probes, at equal cost.
 
-A trial measures loss inside the texts, lost answers of the probes and loss of the following text, in units of
-calibration's tolerances; the largest counts. Sparse prefill methods attend to at most TCA's share.
+A trial measures three losses in units of calibration's tolerances; the largest counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""The adapter for EleutherAI's lm-evaluation-harness: importing `tca_jax.lab.harness.model` registers "tca_jax" there.
-
-`tca-jax lm-eval` is lm_eval's own command line with that done. It needs the extra `lab`.
-"""
+"""lm-evaluation-harness (extra "lab"): `harness.model` registers a checkpoint as the model type tca_jax."""

@@ -59,10 +59,7 @@ class ExpectedAttentionCache(PromptCompression):
     def future_queries(
         self, q: Float[Array, "B L G d"], measured: Bool[Array, "B L"], lengths: Int[Array, "B 1"]
     ) -> tuple[Float32[Array, "B G d"], Float32[Array, "B G d d"]]:
-        """Mean and covariance of queries to come, under the mean rotation of the positions after the prompt.
-
-        A factor that RoPE multiplies cosines and sines by (YaRN's) cancels.
-        """
+        """Mean and covariance of queries to come, under the mean rotation of positions after the prompt."""
         radians = jnp.asarray(self.frequencies, jnp.float32)
         angles = (jnp.arange(q.shape[1])[:, None] * radians)[:, None]
         queries = _turn(q.astype(jnp.float32), jnp.cos(angles), -jnp.sin(angles))  # before RoPE

@@ -25,10 +25,7 @@ def covering(
     *,
     reach: bool = True,
 ) -> Bool[Array, "*lead n"]:
-    """Marks the fewest values of each row, the highest ones, that add up to a mass; ties go to the lower index.
-
-    Values are not negative. Without `reach`, the value that reaches the mass is left out.
-    """
+    """Marks the fewest highest values of each row that reach a mass, or stay within it without `reach`."""
     keys, mass = ordered(values, among), mass[..., None]
 
     def room(tied: Array, above: Array) -> Array:

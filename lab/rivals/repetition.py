@@ -1,7 +1,6 @@
 """KVzip's repetition: prompts that were read in full are repeated to the model, and scored by the attention they get.
 
-All keys and values of the prompts are held until then, in the model's dtype. Chunks run one after the other, in one
-program: a request and a chunk are fed as appended tokens are, attend to everything and are forgotten.
+All keys and values are held until then. Chunks run in one program: each is fed after a request, and forgotten.
 """
 
 from __future__ import annotations
