@@ -120,18 +120,14 @@ def test_questions_share_the_documents_pages(full, sparse):
         assert one.kept_share == pytest.approx(four.kept_share)
 
 
-@pytest.mark.integration
-def test_a_batch_of_contexts_is_each_of_them(sparse):
-    documents = [random_prompt(6, 77), random_prompt(7, 9), random_prompt(8, 64)]
+def test_a_batch_of_contexts_grows_row_by_row(sparse):
+    documents, options = [random_prompt(6, 77), random_prompt(7, 9)], {**OPTIONS, "max_new_tokens": 10}
     context = tca_jax.prefill(sparse, documents)
-    assert context.batch == 3
-    out = tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS)
-    for document, question, tokens in zip(documents, QUESTIONS, out.tokens, strict=True):
-        assert tokens == reference(sparse, document, question, 30)
-    grown = tca_jax.prefill(sparse, QUESTIONS, context=context)
-    more = tca_jax.generate(sparse, [[5]] * 3, context=grown, **OPTIONS)
-    for document, question, tokens in zip(documents, QUESTIONS, more.tokens, strict=True):
-        assert tokens == reference(sparse, document, [*question, 5], 30)
+    grown = tca_jax.prefill(sparse, QUESTIONS[:2], context=context)
+    assert (context.batch, grown.stats.tokens) == (2, [77 + 21, 9 + 3])
+    out = tca_jax.generate(sparse, [[5]] * 2, context=grown, **options)
+    for document, question, tokens in zip(documents, QUESTIONS[:2], out.tokens, strict=True):
+        assert tokens == reference(sparse, document, [*question, 5], 10)
 
 
 @pytest.mark.integration
