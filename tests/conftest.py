@@ -81,10 +81,7 @@ INTEGRATION = (
 )
 #: Files in which every test is slow. `make test-slow` runs them and the tests of other files that are marked `slow`;
 #: `pytest --collect-only -q -m slow` lists them.
-SLOW = (
-    "distributed",
-    "lab/evaluation/test_equal_bytes.py",
-)
+SLOW = ("distributed",)
 _TESTS = Path(__file__).parent
 _MOST_MAPS = 25_000  # of 65,530; the largest module's programs come on top
 #: Files that an expression of `-m` deselects as a whole.

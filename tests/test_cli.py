@@ -1,7 +1,6 @@
 """The command line in this process: help, results, JSON, one-line errors, progress."""
 
 import dataclasses
-import importlib.metadata
 import json
 import re
 import shlex
@@ -77,37 +76,14 @@ def test_help_fits_80_columns_and_examples_parse(command):
         assert run(*shlex.split(example)[1:], "--help").exit_code == 0
 
 
-def test_help_and_version():
-    assert run().stdout == run("--help").stdout
-    assert run("--version").stdout == f"tca-jax {importlib.metadata.version('tca-jax')}\n"
-
-
 def test_generate_prints_the_answer_and_its_cost():
     options = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 3}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     expected = tca_jax.generate(tca_jax.load("model"), "hello", **options).text[0]
     result = run("generate", "model", "--prompt", "hello", *flags)
     assert (result.exit_code, result.stdout) == (0, expected + "\n")
-    first, second, *rest = result.stderr.splitlines()
-    assert re.fullmatch(r"5 tokens read, 12 new; first token after [\d.]+ s, then [\d.]+ ms per token.*", first)
-    assert re.fullmatch(r"KV cache [\d.]+ MB, [\d.]+ MB under full attention; it holds 100.0% of the tokens", second)
-    assert rest == [
-        "prefill attended to 100.0% of causal pairs",
-        "the answer is cut at 12 tokens: --max-new-tokens sets the limit",
-    ]
-
-
-def test_several_prompts_have_headings():
-    text = Path("text.txt").read_text()
-    prompts = ["--prompt=hello", "--prompt-file=text.txt", "--prompt", text]
-    result = run("generate", "model", *prompts, "--max-new-tokens=4")
-    hello, long = tca_jax.generate(tca_jax.load("model"), ["hello", text], max_new_tokens=4).text
-    headings = ["[1] hello", f"[2] {text[:59]}…", "[3] text.txt"]
-    expected = [line for pair in zip(headings, [hello, long, long], strict=True) for line in pair]
-    assert result.stdout == "".join(f"{line}\n" for line in expected)
-    first, *_, last = result.stderr.splitlines()
-    assert first.startswith("5 + 270 + 270 tokens read, 4 + 4 + 4 new; first token after")
-    assert last.startswith("3 of 3 answers are cut at 4 tokens")
+    assert "prefill attended to 100.0% of causal pairs" in result.stderr
+    assert result.stderr.endswith("the answer is cut at 12 tokens: --max-new-tokens sets the limit\n")
 
 
 def test_samples_and_log_probabilities():
@@ -189,28 +165,13 @@ def test_texts_of_a_long_file(length, count, starts):
     assert {text[0] for text in found} == {0}  # the token that begins each text
 
 
-@pytest.mark.parametrize("criterion", [None, "retained_mass"])
-def test_paper_settings(tmp_path, criterion):
-    options = [] if criterion is None else [f"--criterion={criterion}"]
-    result = run("calibrate", "model", "--text=text.txt", "--out", tmp_path, "--paper", *SMALL, *options, "--json")
+def test_paper_settings(tmp_path):
+    options = [*SMALL, "--paper", "--criterion=retained_mass", "--json"]
+    result = run("calibrate", "model", "--text=text.txt", "--out", tmp_path, *options)
     assert result.exit_code == 0, result.output
     config = tca_jax.TCAConfig.paper(block_size=8, window=16)
-    assert Profile.load(tmp_path).config == dataclasses.replace(config, criterion=criterion or "column_mean")
-    record = json.loads(result.stdout)
-    assert (record["probes"], record["losses"]) == (None, {})
-    assert record["reading_worth"] == record["keeping_worth"] == [[None, None], [None, None]]
-
-
-@quiet
-def test_progress_is_a_bar_on_a_terminal(tmp_path):
-    args = ["calibrate", "model", "--text=text.txt", "--out", tmp_path, *SMALL, "--json"]
-    terminal = run(*args, FORCE_COLOR="1")
-    assert "calibrating on 1 text" in terminal.stderr
-    assert "\x1b[" in terminal.stderr
-    json.loads(terminal.stdout)
-    lines = run(*args).stderr.splitlines()
-    assert lines[0].startswith("loading model")
-    assert "calibrating on 1 text" in lines
+    assert Profile.load(tmp_path).config == dataclasses.replace(config, criterion="retained_mass")
+    assert json.loads(result.stdout)["keeping_worth"] == [[None, None], [None, None]]
 
 
 @quiet
@@ -233,19 +194,6 @@ def shown(profile, folder, *options):
     return json.loads(result.stdout) if "--json" in options else result.stdout.splitlines()
 
 
-def test_tables_have_the_candidates_of_json(tmp_path):
-    cache, prefill = [[2, 14], [13, 1]], [[0, 14], [7, 1]]
-    profile = two_layers(candidates=np.array(cache), prefill_candidates=np.array(prefill))
-    record = shown(profile, tmp_path, "--json")
-    assert (record["candidates"], record["prefill_candidates"], record["dense_candidate"]) == (cache, prefill, 14)
-    assert record["kept_share"] == profile.kept_share(1000).tolist()
-    lines = shown(profile, tmp_path)
-    rows = [line.split() for line in lines]
-    table = [[int(cell.partition("/")[2]) for cell in row[1:3]] for row in rows if row and row[0] in ("0", "1")]
-    assert table == [*cache, *prefill]
-    assert "Candidates: 0 is the sparsest, 14 is dense and keeps every token" in lines
-
-
 def test_profile_show_has_all_of_a_profile(tmp_path):
     profile = two_layers(
         candidates=np.array([[14, 0], [2, 0]]),
@@ -260,25 +208,15 @@ def test_profile_show_has_all_of_a_profile(tmp_path):
         probes={"counted": {"facts": 200, "copy": 1, "pairs": 0}, "kept": 0.3, "attended": 0.25},
     )
     lines = shown(profile, tmp_path)
-    rows = [line.split()[:3] for line in lines]
-    shares = profile.prefill_kept_share(1000)
-    read = [[f"{share:.0%}" for share in of_layer] for of_layer in shares]
-    assert ["0", f"{read[0][0]}/b", f"{read[0][1]}/0"] in rows
-    assert ["1", f"{read[1][0]}/0", "100%/d"] in rows
+    rows, shares = [line.split()[:3] for line in lines], profile.prefill_kept_share(1000)
+    assert ["1", f"{shares[1, 0]:.0%}/0", "100%/d"] in rows
     assert {
-        f"Mean kept share: {profile.kept_share(1000).mean():.1%} in the cache, {shares.mean():.1%} in prefill",
         "Heads that read blocks: 1 of 4 (layer 0 head 0)",
-        "Heads that read dense: 1 of 4 (layer 1 head 1)",
         "Loss inside the texts: 0.5000 full attention, 0.7500 candidate 0, 0.5625 chosen, 75% of the gap won back",
-        "Loss of what follows a text: 0.5000 full attention, 0.5000 candidate 0, 0.5000 chosen",
         "Highest worth of reading blocks, in nats: 250 (layer 0 head 0), 0.012 (layer 1 head 0)",
-        "Probes, facts: the smallest budget loses 200 answers that full attention knows",
         "Probes, copy: the smallest budget loses 1 answer that full attention knows",
-        "Probes, pairs: not informative: the smallest budget loses fewer than 5 of the answers that full "
-        "attention knows",
         "Bounds: kept at most 30.0%, attended at most 25.0%",
     } <= set(lines)
-    assert not any("keeping everything" in line for line in lines)
     record = shown(profile, tmp_path, "--json")
     assert (record["readings"], record["probes"]) == (profile.readings.tolist(), profile.probes)
     assert record["mean_prefill_kept_share"] == shares.mean()
@@ -320,20 +258,15 @@ CALIBRATE = "calibrate model --text text.txt --out new"
         ("generate model --prompt x --logprobs", r"--logprobs needs --json"),
         ("generate model --prompt-file nosuch.txt", r"nosuch.txt: No such file or directory"),
         ("generate model --prompt-file latin1.txt", r"--prompt-file latin1.txt is not UTF-8 text"),
-        ("generate model --prompt x --temperature -1", r"--temperature -1.0: must be a number of at least 0"),
         ("generate model --prompt x --max-new-tokens 0", r"Invalid value for '--max-new-tokens'"),
         ("generate model --prompt x --max-new-tokens 9999", r"--prompt has 1 tokens; .* model has 4096 positions"),
         ("generate model --prompt x --profile other", r"has 3 layers of 2 heads, but model 'model' has 2 of 2"),
-        ("generate model --prompt x --profile shipped", r"profile = 'shipped': model holds no profile folder"),
         ("generate", r"Missing argument"),
         ("generat", r"No such command 'generat'. Did you mean 'generate'\?"),
         ("plot budgets profile --out /dev/full", r"/dev/full: No space left on device"),
         ("calibrate model --text latin1.txt --out new", r"--text latin1.txt is not UTF-8 text"),
         (CALIBRATE, r"--text text.txt has 270 tokens: calibration needs 4224"),
-        (f"{CALIBRATE} --tau 2", r"--tau 2.0: must lie in \(0, 1\]"),
         (f"{CALIBRATE} --max-tokens 20", r"--text text.txt, cut to 20, has 20 tokens"),
-        (f"{CALIBRATE} --read-tolerance 1", r"--read-tolerance 1.0: must lie in \[0, 1\)"),
-        (f"{CALIBRATE} --criterion mass", r"Invalid value for '--criterion'"),
         (f"{CALIBRATE} --kept 2", r"--kept 2.0: must lie in \(0, 1\]"),
         (f"{CALIBRATE} --paper --kept 0.5", r"--kept goes with criterion 'worth', not"),
         (f"{CALIBRATE} --criterion retained_mass --probes facts", r"--probes goes with criterion 'worth', not"),
@@ -347,19 +280,6 @@ CALIBRATE = "calibrate model --text text.txt --out new"
 def test_errors_precede_the_weights(args, message, no_weights):
     assert re.search(message, error(*shlex.split(args)))
     assert not list(Path().glob("new*"))
-
-
-def test_a_folder_that_cannot_be_written(monkeypatch):
-    monkeypatch.setattr("tca_jax.loading.open_checkpoint", lambda *args: pytest.fail("the model was looked for"))
-    message = error("calibrate", "model", "--text=text.txt", "--out=text.txt/new")
-    assert re.fullmatch(r"--out text.txt/new cannot be written: \S+text.txt: Not a directory", message)
-
-
-def test_a_text_needs_a_tokenizer(tmp_path, no_weights):
-    write_checkpoint(tmp_path, tokenizer=False)
-    assert "without a tokenizer" in error("generate", tmp_path, "--prompt=x")
-    assert "without a tokenizer" in error("chat", tmp_path, "--file=text.txt")
-    assert "without a tokenizer" in error("calibrate", tmp_path, "--text=text.txt", "--out=new")
 
 
 def refuse(*args, **options):

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 import json
 import re
 from pathlib import Path
@@ -16,9 +15,6 @@ from tiny import TCA, write_checkpoint
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.cli.chat import chat
-from tca_jax.cli.errors import naming_options
-from tca_jax.cli.options import ModelOptions, with_options
-from tca_jax.errors import UserError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 TEMPLATE = (
@@ -108,13 +104,6 @@ def test_a_chat_template_frames_document_and_questions(follow):
     assert [each.removesuffix("\n") for each in chatted(*asked, stdin="Who?\nWhere?\n")] == [who, where]
 
 
-def test_a_system_message_precedes_the_document():
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{TEXT}\n\nWho?"}]
-    expected = answer(tca_jax.load("chat"), messages)
-    options = ["chat", "--system=Be brief.", "--max-new-tokens=6"]
-    assert chatted(*options, "--file=book.txt") == generated(*options, f"--prompt={TEXT}\n\nWho?") == [expected]
-
-
 def typed(monkeypatch, *lines):
     """Lines that are typed at a terminal, and Ctrl-D."""
     left = iter(lines)
@@ -167,20 +156,6 @@ def test_a_stream_compiles_before_its_first_piece(lm, monkeypatch):
 # --- options ----------------------------------------------------------------------------------------
 
 
-def test_fields_become_options():
-    given = []
-
-    @with_options
-    def command(model: str, running: ModelOptions = ModelOptions(), last: int = 3) -> None:  # noqa: B008
-        given.append((model, running, last))
-
-    names = [field.name for field in dataclasses.fields(ModelOptions)]
-    assert list(inspect.signature(command).parameters) == ["model", *names, "last"]
-    command("m", method="full", last=4)
-    command("m")
-    assert given == [("m", ModelOptions(method="full"), 4), ("m", ModelOptions(), 3)]
-
-
 def test_sampling_options_reach_both_commands(lm):
     sampled = {"temperature": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "stop": "zq"} | SHORT
     expected = [answer(lm, f"{TEXT}\n{q}", seed=7 + i, **sampled) for i, q in enumerate(("Who?", "Where?"))]
@@ -188,14 +163,6 @@ def test_sampling_options_reach_both_commands(lm):
     read = chatted("model", "--file=book.txt", *options, stdin="Who?\nWhere?\n")
     assert [each.removesuffix("\n") for each in read] == expected  # the next seed draws the next answer
     assert generated("model", f"--prompt={TEXT}\nWho?", *options) == expected[:1]
-
-
-def test_a_method_by_name(lm):
-    options = ["model", "--method=streaming:window=32,sinks=8,block_size=8", "--max-new-tokens=6"]
-    lm = lm.with_method("streaming", window=32, sinks=8, block_size=8)
-    assert generated(*options, f"--prompt={TEXT}\nWho?") == [answer(lm, f"{TEXT}\nWho?")]
-    late = tca_jax.generate(lm, "\nWho?", context=tca_jax.prefill(lm, TEXT), **SHORT).text
-    assert chatted(*options, "--file=book.txt") == late
 
 
 def test_a_method_takes_a_profiles_budgets():
@@ -250,19 +217,3 @@ def test_documents_that_chat_refuses(tmp_path):
     assert "that is 5256" in error("chat", "model", f"--file={tmp_path / 'long.txt'}")
     write_checkpoint(tmp_path / "model", chat_template="{% for m in messages %}{{ m['role'] }}{% endfor %}")
     assert "does not give messages as they are" in error("chat", tmp_path / "model", "--file=book.txt")
-
-
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ("top_p = 2.0: must be in (0, 1]", "--top-p 2.0: must be in (0, 1]"),
-        ("TCAConfig.window = 100: must be a multiple", "--window 100: must be a multiple"),
-        ("kept goes with criterion 'worth'", "--kept goes with criterion 'worth'"),
-        ("kept_share = 2: too much", "kept_share = 2: too much"),
-        ("the window = 100", "the window = 100"),
-    ],
-)
-def test_errors_name_options(message, shown):
-    with pytest.raises(ValueError) as raised, naming_options("top_p", "window", "kept"):  # noqa: PT011
-        raise UserError(message)
-    assert str(raised.value) == shown

@@ -30,19 +30,6 @@ def in_work(work, monkeypatch):
     monkeypatch.chdir(work)
 
 
-def test_only_own_warnings_are_shown_in_one_line():
-    program = """
-import warnings
-from tca_jax.cli.app import show_own_warnings
-show_own_warnings()
-for module in ("tca_jax.calibration.run", "transformers.tokenization", "tca_jax_of_others"):
-    warnings.warn_explicit(f"from {module}", UserWarning, "file.py", 1, module=module)
-"""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=clean)
-    assert (done.returncode, done.stderr) == (0, "warning: from tca_jax.calibration.run\n")
-
-
 def started(*command, **options):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     return subprocess.Popen(command, **pipes, **options)

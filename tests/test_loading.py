@@ -1,6 +1,5 @@
 """Loading: names, files, dtypes, tokenizers, profiles, and every error a user can make."""
 
-import dataclasses
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from tca_jax.engine.prompts import encode_prompts
 from tca_jax.loading import open_checkpoint
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.params import save_decoder
 
 OPTIONS = {"max_new_tokens": 60, "stop_token_ids": ()}
@@ -69,14 +67,6 @@ def test_a_profile_is_applied_and_taken_off(folder, lm, tmp_path):
     prompt = random_prompt(2, 150)
     full = tca_jax.generate(lm, prompt, max_new_tokens=5)
     assert tca_jax.generate(with_tca.with_profile(None), prompt, max_new_tokens=5).tokens == full.tokens
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_profiles_fit_in_every_dtype(folder, lm, dtype):
-    profile = dataclasses.replace(Profile.uniform(TCA, 2, 2, 0), fingerprint=fingerprint(lm.decoder))
-    loaded = tca_jax.load(folder, profile=profile, dtype=dtype)
-    assert loaded.fingerprint == profile.fingerprint
-    assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype(dtype)}
 
 
 def test_weights_are_read_last(folder, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import importlib
-import itertools
 import json
 import re
 import subprocess
@@ -82,24 +81,6 @@ def test_batches_mark_answers_found_before(script, data, name):
             assert first in text_of(tokens[: np.flatnonzero(answers == number)[0]])
 
 
-def test_batches_come_in_order_of_steps(data):
-    stage = data.Stage(length=1024, rows=2, steps=1)
-    batches = data.training_batches(3, stage, 0.5, first=10)
-    drawn = [next(batches) for _ in range(3)]
-    batches.close()
-    for step, batch in enumerate(drawn, start=10):
-        np.testing.assert_array_equal(batch.tokens, data.make_batch((3, step), stage, "train", 0.5).tokens)
-    assert not np.array_equal(drawn[0].tokens, drawn[1].tokens)
-
-
-def test_repeated_tasks_are_asked_more_often(data):
-    rng = np.random.default_rng
-    asked = [
-        task for seed in range(60) for task in data.recall_row(rng(seed), 1024, "train", ("hex", "alias", "alias"))[2]
-    ]
-    assert asked.count("alias") > 1.2 * asked.count("hex") > 0
-
-
 @pytest.mark.parametrize("task", DIGESTS)
 def test_zoo_questions_keep_their_text(tasks, task):
     found = hashlib.sha256()
@@ -111,37 +92,7 @@ def test_zoo_questions_keep_their_text(tasks, task):
     assert found.hexdigest()[:12] == DIGESTS[task]
 
 
-@pytest.mark.parametrize("task", ["alias", "alias-2"])
-def test_aliases_follow_their_reference(tasks, task):
-    for document in tasks.draw_documents(5, 12, 6000, "hops", task):
-        assert len(tasks.completion(document.text, document.questions[0])) == 6000
-        for fact, offset in document.places:
-            assert document.text[offset:].startswith(fact.line)
-            assert not isinstance(fact, tasks.Alias) or document.place(fact.of) < offset
-
-
 # --- recipes ---
-
-
-def test_learning_rate_warms_up_and_falls(script):
-    recipe = script.Recipe(peak_lr=1e-3, least_lr=0.02, warmup_steps=10, stages=(script.Stage(8, 1, 1000),))
-    rates = [recipe.learning_rate(step) for step in range(1001)]
-    assert rates[0] == pytest.approx(1e-4)
-    assert rates[9:501] == pytest.approx([1e-3] * 492)
-    assert rates[750] == pytest.approx(1e-3 * 0.51)
-    assert rates[1000] == pytest.approx(2e-5)
-    assert all(later < sooner for sooner, later in itertools.pairwise(rates[501:]))
-
-
-def test_loss_weighs_answers_by_the_recipe(script, data):
-    trainer = script.Trainer(script.Recipe().smoke())
-    tokens, answers, _ = data.make_batch((0, 0), script.Stage(1024, 1, 1), "train", 1.0)
-    loss, metrics = jax.jit(trainer.loss)(trainer.params, tokens, answers)
-    marked = (answers[:, 1:] > 0).sum()
-    others, weight = answers[:, 1:].size - marked, trainer.recipe.answer_weight * marked
-    expected = (weight * metrics["answer_loss"] + others * metrics["text_loss"]) / (weight + others)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    assert float(metrics["answer_loss"]) != pytest.approx(float(metrics["text_loss"]), rel=1e-5)
 
 
 def test_members_are_as_the_docs_list_them(script, tasks):
@@ -199,17 +150,6 @@ def test_zoo_page_matches_its_records(script):
     assert f"\n\n{tables}\n## " in (folder / "zoo.md").read_text()
 
 
-def test_chat_rows_match_the_template(script, data):
-    tokenizer = _tokenizer(script)
-    rows = (data.recall_row(np.random.default_rng(seed), 4096, "train") for seed in range(100))
-    for tokens, _, tasks in [row for row in rows if row[0][1] == USER][:4]:
-        turns = [turn.split(">", 1) for turn in tokenizer.decode(tokens[1:]).split("<|eos|>")[:-1]]
-        messages = [{"role": role.removeprefix("<|").removesuffix("|"), "content": said} for role, said in turns]
-        assert [message["role"] for message in messages] == ["user", "assistant"] * len(tasks)
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert tokenizer(rendered, add_special_tokens=False)["input_ids"] == tokens.tolist()
-
-
 @settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 @example("".join(map(chr, range(0x800))) + "\uffff\U0010ffff\U00040000")  # every byte
@@ -219,13 +159,6 @@ def test_tokens_are_bos_and_bytes(script, text):
     ids = tokenizer(text)["input_ids"]
     assert ids == [BOS, *text.encode()]
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-def test_special_tokens_have_their_ids(script):
-    tokenizer = _tokenizer(script)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, 258)
-    assert tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"]) == [USER, ASSISTANT]
-    assert tokenizer.decode([BOS, ASSISTANT, 52, 50, 46, EOS, 258], skip_special_tokens=True) == "42."
 
 
 @functools.cache

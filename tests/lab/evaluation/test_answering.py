@@ -63,27 +63,18 @@ def test_mesh_gives_equal_answers(lm):
     assert other["kv_cache_bytes"] == one["kv_cache_bytes"]  # a prompt
 
 
-def test_room_has_few_sizes():
-    assert {samples.answer_room("prefix", limit, 10**6) for limit in (30, 32, 50, 120, 128)} == {128}
-    assert {
-        samples.answer_room("late", limit + samples.PREAMBLE_TOKENS + 30, 10**6) for limit in (30, 50, 120, 128)
-    } == {256}
-    assert samples.answer_room("prefix", 448, 10**6) == 512
-    assert samples.answer_room("prefix", 128, 60) == 60
-
-
-def test_batches_fit_the_memory(lm, monkeypatch):
-    for memory, tokens, most, rows in ((100 * 2**20, 3968, 100, 12), (1, 1024, 8, 1), (None, 1024, 8, 8)):
-        monkeypatch.setattr(samples, "memory_bytes", lambda memory=memory: memory)
-        assert samples.safe_batch(lm, tokens, 128, most) == rows  # 2.1 MB each, a quarter of the memory
-
-
+@pytest.mark.parametrize(
+    ("mesh", "memory", "tokens", "most", "rows"),
+    [
+        *((None, 100 * 2**20, 3968, 100, 12), (None, 1, 1024, 8, 1), (None, None, 1024, 8, 8)),
+        *(((4, 2), 100 * 2**20, 3968, 100, 4 * 24), ((4, 2), 1, 1024, 1, 4), ((4, 2), None, 1024, 6, 8)),
+    ],
+)
 @needs_8_devices
-def test_mesh_batches_are_multiples_of_devices(lm, monkeypatch):
-    many = tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((4, 2)))
-    for memory, tokens, most, rows in ((None, 1024, 6, 8), (100 * 2**20, 3968, 100, 4 * 24), (1, 1024, 1, 4)):
-        monkeypatch.setattr(samples, "memory_bytes", lambda memory=memory: memory)
-        assert samples.safe_batch(many, tokens, 128, most) == rows  # half of the heads: 1.05 MB each
+def test_batches_fit_memory_and_devices(lm, mesh, memory, tokens, most, rows, monkeypatch):
+    model = lm if mesh is None else tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of(mesh))
+    monkeypatch.setattr(samples, "memory_bytes", lambda: memory)
+    assert samples.safe_batch(model, tokens, 128, most) == rows  # 2.1 MB each; on the mesh half of the heads
 
 
 def test_prompts_without_chat_are_plain(lm):

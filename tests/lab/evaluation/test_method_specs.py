@@ -49,22 +49,6 @@ def test_options_follow_a_colon(lm):
     assert (pair.prefill, pair.cache) == (methods.BASELINE.prefill, methods.get("random", share=0.5).cache)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "--methods is empty"),
-        ("full,full", "names 'full' twice"),
-        ("random:shares=1", r"random has no option 'shares': must be one of \['block_size', 'seed', 'share'"),
-        ("random:share", "'share' must be written as option=value"),
-        ("tca", "--methods tca: needs --profile DIR"),
-        ("paper", "no profile of the paper's hyperparameters"),
-    ],
-)
-def test_unfit_methods_are_refused(lm, text, message):
-    with pytest.raises(ValueError, match=message):
-        build(lm, text)
-
-
 def test_budgets_come_from_the_profiles(lm):
     own, paper = profile(2), profile(5)
     assert build(lm, "tca", own, paper) == own.method()

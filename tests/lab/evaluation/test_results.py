@@ -34,12 +34,6 @@ def results(tmp_path):
     return results
 
 
-def test_a_second_run_may_add_methods_and_sources(results):
-    results.open({**CONFIG, "methods": {"tca": "b"}, "sources": {"essays": {"sha256": "2", "label": "e.txt"}}})
-    assert results.config["methods"] == {"full": "a", "tca": "b"}
-    assert set(results.config["sources"]) == {"words", "essays"}
-
-
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
@@ -84,74 +78,6 @@ def test_a_damaged_file_is_named(results, content):
             ValueError, match=r"vt-512-late\.json (is not valid JSON|holds a list|names no method).*; delete it"
         ):
             read()
-
-
-# --- tables ---
-
-
-def record(method, task, score, *, length=4096, protocol="late", **fields):
-    full = method == "full"
-    return {
-        "method": method,
-        "task": task,
-        "suite": "ruler",
-        "length": length,
-        "protocol": protocol,
-        "score": score,
-        "groups": {},
-        "kv_cache_bytes": 1000.0 if full else 250.0,
-        "full_kv_cache_bytes": 1000.0,
-        "attended_share": 1.0 if full else 0.125,
-        "kept_share": 1.0 if full else 0.2,
-        "prefill_seconds": 1.5,
-        "question_seconds": 0.25,
-        "seconds_per_token": 0.012,
-        "batch": 4,
-        "budget": "",
-        "own_budget": False,
-        "substitutes": {},
-        **fields,
-    }
-
-
-def loss(method):
-    values = {"loss": 1.5, "loss_inside": 1.25}
-    return record(method, "loss", 1.5, protocol="text", values=values, suite="text")
-
-
-def test_means_and_notes_are_over_common_tasks():
-    records = [record("tca", "vt", 90.0), record("tca", "fwe", 50.0, substitutes={"words": "our own"})]
-    records.append(record("full", "vt", 100.0, own_budget=True, budget="no knob"))
-    text = table({**CONFIG, "kv_share": 0.25}, records, ["qa_1: needs --squad FILE"])
-    assert "## ruler, 4,096 tokens, late\n" in text
-    assert "| method | vt | fwe † | mean of 1 | KV bytes | kept | attended | prefill (s) |" in text
-    assert "| full‡ | 100.0 | - | 100.0 | 100.0% | 100.0% | 100.0% | 1.5 | 0.25 | 12 | 4 |\n" in text
-    assert "| tca | 90.0 | 50.0 | 90.0 | 25.0% | 20.0% | 12.5% | 1.5 | 0.25 | 12 | 4 |\n" in text
-    assert "\n† Not made from what the task's authors use" in text
-    assert "\n- words: our own\n" in text
-    assert "\n‡ Not at the bytes of the others:\n\n- full, 4,096 tokens: no knob\n" in text
-    assert text.endswith("Left out:\n\n- qa_1: needs --squad FILE\n")
-    older = [{name: value for name, value in each.items() if name != "attended_share"} for each in records]
-    assert "| tca | 90.0 | 50.0 | 90.0 | 25.0% | 20.0% | - | 1.5 |" in table(CONFIG, older)
-
-
-def test_each_protocol_length_and_suite_has_a_table():
-    records = [record("full", "vt", 1.0, length=n, protocol=p) for n in (8192, 4096) for p in ("prefix", "late")]
-    records += [record("full", "lcc", 25.0, suite="longbench", groups={"0-4k": 20.0, "8k+": 30.0}), loss("full")]
-    text = table(CONFIG, records)
-    titles = [line[3:] for line in text.splitlines() if line.startswith("## ")]
-    assert titles == [
-        *("All, 4,096 tokens", "ruler, 4,096 tokens, prefix", "ruler, 4,096 tokens, late"),
-        *("longbench, 4,096 tokens, late", "loss, 4,096 tokens"),
-        *("All, 8,192 tokens", "ruler, 8,192 tokens, prefix", "ruler, 8,192 tokens, late"),
-    ]
-    assert "| method | ruler, prefix | ruler, late | longbench, late | loss inside | loss behind | KV bytes |" in text
-    assert "| `full` | 1.0 | 1.0 | 25.0 | +0.00% | +0.00% | 100.0% |" in text
-    assert "25.0 (20.0/30.0)" in text
-    assert "| full | 1.5000 | 1.2500 | 100.0% | 100.0% | 100.0% | 1.5 |" in text
-    untimed = table({**CONFIG, "seconds": False}, records)
-    assert "(s)" not in untimed
-    assert "ms per token" not in untimed
 
 
 # --- committed pages ---

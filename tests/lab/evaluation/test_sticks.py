@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import lzma
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.errors import UserError
 from tca_jax.lab.equal_bytes import CallSizes, held_share
-from tca_jax.lab.evaluation import first_answer, late_documents, late_facts, reading_loss, sticks, texts
+from tca_jax.lab.evaluation import late_documents, late_facts, reading_loss, sticks, texts
 from tca_jax.lab.evaluation.by_layers import Answers
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document, repeating_document
 from tca_jax.lab.recall.facts import NOUNS
@@ -72,25 +71,6 @@ def test_draws_are_complete_lines_of_a_half(folder, tmp_path):
         texts.files("manual", tmp_path)
 
 
-def test_collecting_copies_both_kinds(tmp_path, monkeypatch):
-    for name in ("vim90/doc/usr.txt", "vim91/doc/usr.txt", "vim91/doc/map.txt", "vim91/doc/tags"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    sources = {"train": (tmp_path / "long.py",), "held-out": (tmp_path / "short.py",)}
-    (tmp_path / "long.py").write_text("#" * 3_000)
-    (tmp_path / "short.py").write_text("pass")
-    monkeypatch.setattr(texts, "_MANUALS", str(tmp_path))
-    monkeypatch.setattr(texts, "source_files", sources.get)
-    to = tmp_path / "to"
-    texts.main(to)
-    copied = sorted(path.name for path in to.rglob("*.*"))
-    assert copied == ["long.py", "map.txt", "short.py", "usr.txt", "usr.txt"]  # names decide the half: they stay
-    assert {path.read_text() for path in to.rglob("usr.txt")} == {"vim90/doc/usr.txt", "vim91/doc/usr.txt"}
-    assert [path.name for path in texts.files("python", to)] == ["long.py", "short.py"]
-    with pytest.raises(UserError, match="is not empty: pass a new folder"):
-        texts.main(to)
-
-
 def digest(ids, *arrays):
     """Digest of a document: sticks compare figures of the same ones."""
     parts = (np.asarray(ids, np.int32), *arrays)
@@ -126,15 +106,6 @@ def test_repeating_documents_repeat_what_counts(lm, folder):
     values = np.split(fact, np.flatnonzero(np.diff(fact) > 1) + 1)
     for value in (lm.tokenizer.decode([document.ids[i] for i in run]) for run in values):
         assert f"is{value}.\n" in lm.tokenizer.decode(first)
-
-
-def test_documents_without_room_are_refused(lm, folder, monkeypatch):
-    for make, tokens in ((repeating_document, 700), (repeating_document, 1_100), (late_document, 300)):
-        with pytest.raises(UserError, match=f"tokens = {tokens}: "):
-            make(lm, 0, tokens, folder=folder)
-    monkeypatch.setattr(late_documents, "ROW", 60)
-    with pytest.raises(UserError, match=r"a fact and its answer have \d+ tokens: at most 60 fit"):
-        late_document(lm, 0, TOKENS, folder=folder)
 
 
 # --- methods, records, intervals ---
@@ -232,20 +203,3 @@ def test_late_facts_and_reading_losses_of_a_model(checkpoint, folder, tmp_path, 
     assert kept[0] == taken[0] == attended[0] == pytest.approx(1)
     assert all(0 < share < 0.6 for share in (*kept[1:], *taken[1:]))
     assert all(each["attended"] < 0.9 for name, each in read.items() if name != "full")
-
-
-def test_calibrations_are_recorded(checkpoint, folder, tmp_path, capsys, monkeypatch):
-    given = []
-    uniform = Profile.uniform(SMALL, 2, 2, 3)
-    monkeypatch.setattr(tca_jax, "calibrate", lambda lm, texts, **options: given.append((texts, options)) or uniform)
-    out, to, settings = tmp_path / "records.jsonl", tmp_path / "to", "default,kept=0.25,paper:0.9"
-    options = {"count": 2, "tokens": 200, "window": 128, "texts": folder}
-    first_answer.calibrate(str(checkpoint), to, out, settings, **options)
-    assert [(len(texts), len(texts[0])) for texts, _ in given] == [(2, 200)] * 3
-    assert [options.get("kept") for _, options in given] == [None, 0.25, None]
-    assert given[2][1]["config"] == tca_jax.TCAConfig.paper(window=128, tau=0.9)
-    assert [record["method"] for record in sticks.read_records([out], "calibration")] == settings.split(",")
-    assert Path(to, "kept-0.25").is_dir()
-    assert "| tiny, cpu | 2 of 200 tokens | paper:0.9 |" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--settings 'half': must be default, kept=SHARE, paper or paper:TAU"):
-        first_answer.calibrate(str(checkpoint), to, out, "half", texts=folder)

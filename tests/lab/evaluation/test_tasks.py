@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-import random
 import sys
 
 import numpy as np
@@ -15,7 +14,7 @@ import tca_jax
 from tca_jax.engine.score import score_answers
 from tca_jax.lab.evaluation import longbench, recall_tasks, ruler, text_tasks
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Sample
-from tca_jax.lab.evaluation.sources import Sources, Words, load_words
+from tca_jax.lab.evaluation.sources import Sources, load_words
 from tca_jax.lab.recall.evaluation import draw_documents
 from tca_jax.lab.recall.protocols import chat_answer, chat_document, chat_question, completion
 from tca_jax.loading import open_checkpoint
@@ -288,26 +287,6 @@ def test_passages_spread_over_the_text(encoder, tmp_path):
 
 
 # --- sources ---
-
-
-def test_too_few_words_become_pairs():
-    few = Words(("big", "new", "old"), ("cat", "dog", "cow"), (), "a test", True)
-    assert sorted(few.draw_distinct(random.Random(0), 6)) == sorted((*few.adjectives, *few.nouns))
-    pairs = few.draw_distinct(random.Random(0), 9)
-    assert len(set(pairs)) == 9
-    assert all(pair.split("-")[0] in few.adjectives for pair in pairs)
-    with pytest.raises(ValueError, match="10 different words: a test makes 9"):
-        few.draw_distinct(random.Random(0), 10)
-
-
-def test_origins_have_digest_and_name(tmp_path, own_words):
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    one, two = (Sources(text=tmp_path / f"{name}.txt").origin("text") for name in ("one", "two"))
-    assert (one.label, two.label) == ("one.txt", "two.txt")
-    assert one.digest != two.digest
-    assert Sources().origin("text").substitute > one.substitute
-    assert Sources().origin("words").label.startswith("tca_jax's own ")
 
 
 @pytest.mark.parametrize(

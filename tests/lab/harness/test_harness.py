@@ -8,7 +8,6 @@ import pytest
 from tiny import TCA, write_checkpoint
 
 import tca_jax
-from tca_jax.cli.app import app
 from tca_jax.lab import recall
 from tca_jax.lab.recall.protocols import completion
 from tca_jax.methods.streaming import streaming
@@ -20,7 +19,6 @@ import lm_eval  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from tca_jax.lab.commands import harness as command  # noqa: E402
 from tca_jax.lab.harness.model import HarnessLM, generation_options, load_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -87,26 +85,6 @@ def test_shipped_model_answers_and_chooses():
     assert results["config"]["attention_method_options"]["cache"]["config"]["window"] == 512
     assert results["config"]["kv_cache_share"] > 0
     json.dumps(results["config"])
-
-
-@pytest.mark.parametrize(
-    ("given", "model", "tokenizer"),
-    [
-        ([], "tca_jax", "the folder"),
-        (["--metadata", "tokenizer=gpt2"], "tca_jax", "gpt2"),
-        (["--model", "hf"], "hf", None),
-    ],
-)
-def test_command_names_model_and_tokenizer(folder, given, model, tokenizer, monkeypatch):
-    parsed = {}
-    monkeypatch.setattr("lm_eval.__main__.HarnessCLI.execute", lambda _, arguments: parsed.update(vars(arguments)))
-    monkeypatch.setattr("lm_eval.__main__.setup_logging", lambda: None)
-    monkeypatch.setattr("sys.argv", [])
-    command.run(["--model_args", f"pretrained={folder},method=streaming", "--tasks", "ruler", *given])
-    assert (parsed["tasks"], parsed["model"]) == (["ruler"], model)
-    assert parsed["model_args"] == {"pretrained": folder, "method": "streaming"}
-    named = {"tokenizer": folder if tokenizer == "the folder" else tokenizer}
-    assert parsed["metadata"] == (named if tokenizer else None)
 
 
 def test_long_prompts_lose_their_beginning(tiny, caplog):
@@ -200,13 +178,6 @@ def test_wrong_model_arguments_are_refused(folder, options, message):
         HarnessLM(folder, **options)
 
 
-def test_models_need_a_tokenizer_and_no_profile(tmp_path, tiny):
-    with pytest.raises(ValueError, match="has no tokenizer, and lm_eval asks in text"):
-        HarnessLM(str(write_checkpoint(tmp_path, tokenizer=False)))
-    with pytest.raises(ValueError, match="pretrained is a loaded model"):
-        HarnessLM(tiny, "folder")
-
-
 # --- options and arguments ---
 
 
@@ -243,18 +214,3 @@ def test_profile_sets_budgets_of_its_part(folder, tmp_path):
     assert load(None, "streaming", {"sinks": 8}) == streaming(sinks=8)
     with pytest.raises(ValueError, match="the profile's method, 'tca', must be one of its parts"):
         load(profile, "streaming", {})
-
-
-def test_command_passes_its_arguments(monkeypatch, capsys):
-    given = []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr("tca_jax.lab.commands.harness.run", given.extend)
-    arguments = ["--model_args", "pretrained=recall-tiny,window=64", "--tasks", "mmlu", "gsm8k", "-b", "8", "-L", "2"]
-    with pytest.raises(SystemExit) as end:
-        app(["lm-eval", *arguments])
-    assert not end.value.code
-    assert given == arguments
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="2"):
-        app(["lm-eval", "--tasks", "mmlu"])
-    assert "pip install 'lm-eval[ruler,longbench]'" in capsys.readouterr().err

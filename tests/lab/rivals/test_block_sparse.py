@@ -15,7 +15,6 @@ from sparse_prefill import ORACLES, minference, vertical_slash
 from tiny import random_prompt, tiny_lm
 
 from tca_jax import methods
-from tca_jax.lab.rivals import xattention
 from tca_jax.lab.rivals.minference import HeadPattern
 from tca_jax.lab.rivals.pattern_search import pattern_scores, search_patterns
 from tca_jax.lab.rivals.ranks import covering, highest
@@ -106,11 +105,6 @@ def test_methods_attend_to_the_oracles_pairs(case):
         assert min(shares) < 0.8  # something is left out
         if policy.dense_tokens >= LENGTHS[1]:
             assert shares[HEADS : 2 * HEADS] == [1.0] * HEADS
-
-
-def test_first_chunks_are_the_authors():
-    lengths = jnp.array([1, 4096, 4097, 16384, 16385, 131072])
-    assert xattention.first_chunk(lengths).tolist() == [2048, 4096, 8192, 16384, 8192, 2048]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tiny import CONFIG, masked_greedy, random_prompt, tiny_lm
 import tca_jax
 from tca_jax import methods
 from tca_jax.lab.rivals.adakv import AdaKVCache
-from tca_jax.lab.rivals.cake import layer_budgets, layer_preferences, published_temperatures
+from tca_jax.lab.rivals.cake import layer_budgets, layer_preferences
 from tca_jax.methods.base import Heads
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
@@ -119,23 +119,6 @@ def test_a_capacity_counts_the_window():
         assert policy.capacities(0, length) == min(40 - W, ranked)
 
 
-@pytest.mark.parametrize("share", [0.001, 0.37, 1.0])
-@pytest.mark.parametrize("name", FIRST)
-def test_shares_are_of_tokens_left_of_the_window(name, share):
-    policy = cache_of(name, {**FIRST[name][1], "share": share})
-    policy = getattr(policy, "scored", policy)
-    counts = [policy.num_kept(layer, 10)[-1] for layer in range(2)]
-    assert np.mean(counts) == round(share * 80)
-    assert counts == [policy.capacities(layer, 96) for layer in range(2)]
-
-
-@pytest.mark.parametrize("budget", [{"capacity": 100}, {"share": 1.0}])
-def test_heads_that_share_hold_short_prompts_whole(budget):
-    q, k, v = qkv(1, 3, 96, 4, 2, 16)
-    _, marks = kept_by(cache_of("adakv", {**OBSERVED, **budget}), q, k, v, (40, 48, 72))
-    assert marks.sum(axis=-1).tolist() == [[24, 24], [32, 32], [56, 56]]
-
-
 @pytest.mark.parametrize("layers", [1, 2, 7])
 @pytest.mark.parametrize("budget", [{"capacity": 150}, {"share": 0.05}, {"share": 0.4}, {"share": 0.9}])
 def test_pyramids_have_the_authors_budgets(budget, layers):
@@ -160,22 +143,6 @@ def test_layer_budgets_spend_the_total_by_preference(preferences, most, share):
     assert (np.diff(budgets) <= 0).all()
 
 
-def test_cake_layers_hold_their_part():
-    preferences = (1.0, 2.0, 5.0)
-    expected = {(80, 100): (10, 20, 50), (80, 40): (15, 25, 40), (120, 40): (40, 40, 40)}
-    assert {sizes: layer_budgets(preferences, *sizes) for sizes in expected} == expected
-    policy = methods.get("cake", preferences=[1, 2, 3, 0], capacity=1128).cache
-    for tokens in (128, 700, 1500, 5000, 32768):  # shorter prompts are held whole
-        ranked = max(0, tokens // 128 - 1) * 128
-        held = [policy.capacities(layer, tokens) for layer in range(4)]
-        assert held == [min(part, ranked) for part in (667, 1333, 2000, 0)]
-    policy = methods.get("cake", preferences=[1, 2, 3, 0], share=0.5).cache
-    for blocks in (1, 7, 250):
-        held = [policy.num_kept(layer, blocks)[-1] for layer in range(4)]
-        assert sum(held) == 4 * 64 * blocks  # what passes the third layer's tokens goes to the others
-        assert held[3] < held[0] < held[1] < held[2] == 128 * blocks
-
-
 def test_layer_preferences_equal_the_oracle():
     lm, texts, shares = tiny_lm(), [random_prompt(0, 40), random_prompt(1, 64)], []
     for ids in texts:
@@ -185,13 +152,6 @@ def test_layer_preferences_equal_the_oracle():
     found = layer_preferences(lm, texts, observation=8, tau1=1.5, tau2=0.6)
     np.testing.assert_allclose(found, np.mean(shares, axis=0), rtol=2e-3)
     lm.with_method("cake", preferences=found)  # fits the model
-
-
-def test_temperatures_are_the_authors():
-    assert published_temperatures("llama3.1-8b-instruct") == {"tau1": 1.6, "tau2": 0.4}
-    assert published_temperatures("meta-llama/Llama-3.1-8B-Instruct", 300) == {"tau1": 1.6, "tau2": 0.6}
-    assert published_temperatures("Qwen/Qwen2.5-7B-Instruct", 2048) == {"tau1": 1.5, "tau2": 0.6}
-    assert published_temperatures("qwen2.5-7b") == {"tau1": 1.0, "tau2": 1.0}
 
 
 def rules(model, options, oracle, prompt):

@@ -194,10 +194,3 @@ def test_published_gates_load(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"heads\.tsv: must hold rows of one length, of numbers with tabs between"):
             load_gates(path)
-
-
-def test_capacities_of_streaming_heads_are_the_sinks():
-    cache = methods.get("duoattention", gates=GATES).cache
-    assert cache.capacities(0, 4096) == (4096 - 256, 128)
-    assert cache.growth(1, 4096, 256) == (128, 256)
-    assert cache.growth(0, 100, 100) == (0, 0)
