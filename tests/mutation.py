@@ -113,13 +113,7 @@ def catcher(path: Path, number: int, new: str, shared: Path, minutes: float) -> 
     name, source = next((name, source) for name, source in SOURCES.items() if path.is_relative_to(source))
     command = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
+        *["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m"],
         "not integration and not slow",
     ]
     command += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *map(str, nearest_tests(path))]

@@ -156,15 +156,6 @@ def test_a_stream_compiles_before_its_first_piece(lm, monkeypatch):
 # --- options ----------------------------------------------------------------------------------------
 
 
-def test_sampling_options_reach_both_commands(lm):
-    sampled = {"temperature": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "stop": "zq"} | SHORT
-    expected = [answer(lm, f"{TEXT}\n{q}", seed=7 + i, **sampled) for i, q in enumerate(("Who?", "Where?"))]
-    options = ["--seed=7", *(f"--{name.replace('_', '-')}={value}" for name, value in sampled.items())]
-    read = chatted("model", "--file=book.txt", *options, stdin="Who?\nWhere?\n")
-    assert [each.removesuffix("\n") for each in read] == expected  # the next seed draws the next answer
-    assert generated("model", f"--prompt={TEXT}\nWho?", *options) == expected[:1]
-
-
 def test_a_method_takes_a_profiles_budgets():
     stats = {}
     for method in (None, "tca", "full+tca", "duoattention:window=16,block_size=8"):

@@ -35,27 +35,12 @@ FUNCTIONS = public_functions()
 assert {"generate", "LM.with_method", "paged_attention", "tca", "register"} <= set(FUNCTIONS)
 
 
-def sections(function):
-    """A docstring's text by the heading that it stands under; "" for what stands first."""
-    text = inspect.getdoc(function) or ""
-    parts = re.split(r"^(Args|Returns|Yields|Raises|Warns|Attributes):$", text, flags=re.MULTILINE)
-    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
-
-
-def is_array(annotation):
-    return "Array" in str(annotation) and "Callable" not in str(annotation)
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstring_describes_arguments_and_shapes(name):
-    function = FUNCTIONS[name]
-    text = sections(function)
-    said = re.findall(r"^ {4}\*{0,2}(\w+): ", text.get("Args", ""), re.MULTILINE)
-    assert text[""].strip(), "no docstring"
+    text, function = inspect.getdoc(FUNCTIONS[name]), FUNCTIONS[name]
     parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in ("self", "cls")]
-    if "Args" in text or ("." not in name and len(parameters) > 2):
-        missing = [each.name for each in parameters if each.name not in said and f"`{each.name}`" not in str(text)]
-        assert not missing, "arguments that are not described"
-    whole = " ".join(text.values())
-    shapeless = [each.name for each in parameters if is_array(each.annotation) and not re.search(r"\[.*\]", whole)]
-    assert not shapeless, "arrays without a shape"
+    if "Args:" in text or ("." not in name and len(parameters) > 2):
+        named = [re.search(rf"^ +\*{{0,2}}{each.name}: |`{each.name}`", text, re.MULTILINE) for each in parameters]
+        assert all(named), "arguments that are not described"
+    arrays = [each for each in parameters if "Array" in str(each.annotation) and "Callable" not in str(each.annotation)]
+    assert not arrays or re.search(r"\[.*\]", text), "arrays without a shape"

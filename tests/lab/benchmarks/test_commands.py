@@ -14,7 +14,7 @@ from tca_jax import methods
 from tca_jax.cli.options import LAUNCH_ORDER
 from tca_jax.engine.decode import prefill
 from tca_jax.engine.sampling import Sampling
-from tca_jax.lab.benchmarks import attention, decode, end_to_end, soak
+from tca_jax.lab.benchmarks import attention, decode, soak
 from tca_jax.lab.benchmarks.common import read_results
 from tca_jax.lab.benchmarks.models import CONFIGS, Share, random_model
 
@@ -50,24 +50,15 @@ def test_attention_compares_methods_with_full_attention(tmp_path):
     assert 0 < tca["area"] < full["area"] == full["kept"] == 1 > tca["kept"]
     assert tca["error"] == full["error"] == 0  # the oracle against itself
     assert tca["speed-up"] == pytest.approx(tca["full ms"] / tca["total ms"])
-    assert tca["TFLOP/s on area"] == pytest.approx(
-        tca["full TFLOP/s"] * tca["full ms"] / tca["attention ms"] * tca["area"]
-    )
 
 
 def test_decode_compares_caches_by_their_bytes(tmp_path):
     args = [*TINY, *FLOORS, XLA, "--block-shares=0.2", "--rows=2", "--layers=1", "--kv=fp8"]
     rows = bench("decode", tmp_path, *args)
     positive(rows)
-    layer, models = (
-        [row for row in rows if row["table"] == table] for table in dict.fromkeys(r["table"] for r in rows)
-    )
-    assert [(row["attention"], row["KV"]) for row in layer] == [
-        (name, kv) for name in ("full", "TCA 0.2") for kv in ("bfloat16", "float8_e4m3fn")
-    ]
-    assert layer[1]["KV MB"] < 0.6 * layer[0]["KV MB"]
-    assert {row["KV"] for row in models} == {"float32", "float8_e4m3fn"}
-    assert layer[2]["attended"] < layer[0]["attended"] == models[0]["attended"] == 1
+    layer = [row for row in rows if row["table"] == rows[0]["table"]]
+    assert layer[1]["KV MB"] < 0.6 * layer[0]["KV MB"]  # fp8 and bfloat16
+    assert layer[2]["attended"] < layer[0]["attended"] == 1
 
 
 def test_end_to_end_times_answers_and_questions(tmp_path):
@@ -93,9 +84,8 @@ def test_end_to_end_runs_over_meshes(tmp_path, monkeypatch):
     assert four["kept"] == pytest.approx(one["kept"], rel=0.01)
 
 
-def test_calibration_is_timed_twice(tmp_path):
+def test_calibration_is_timed_by_passes(tmp_path):
     (row,) = bench("calibration", tmp_path, *TINY, "--texts=1", "--layers=1")
-    assert row["second call s"] < row["first call s"]
     assert row["ms per pass"] == pytest.approx(1e3 * row["second call s"] / row["layer passes"])
 
 
@@ -162,21 +152,6 @@ def test_attended_tokens_are_those_of_the_cache():
         window = min(1024, policy.window) + 1
         assert plan.attended == int(np.asarray(cache.kept[0]).sum()) + 2 * 4 * window
         assert plan.num_bytes == cache.k.nbytes + cache.v.nbytes
-
-
-def test_arithmetic_of_a_prompt_is_counted():
-    lm = random_model("tiny", 1)
-    weights = sum(x.size for x in jax.tree.leaves(lm.params) if x.ndim > 1) - 2 * lm.decoder.embedding.size
-    assert end_to_end.prefill_flops(lm, 100, 0.0) == 2 * weights * 100
-    assert end_to_end.prefill_flops(lm, 100, 0.5) == 2 * weights * 100 + 4 * 64 * 0.5 * 100**2 / 2
-
-
-@pytest.mark.slow
-def test_a_checkpoint_runs_under_its_profile(tmp_path):
-    args = ["--models=recall-tiny", "--profile=shipped", "--lengths=1024", "--window=512", *FLOORS, "--new-tokens=4"]
-    full, profile = bench("end-to-end", tmp_path, *args)
-    assert (full["attention"], profile["attention"]) == ("full", "profile")
-    assert profile["kept"] < 1
 
 
 @pytest.mark.slow

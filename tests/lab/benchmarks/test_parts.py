@@ -4,14 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import typer
-from flax import nnx
 from jax.sharding import AxisType
-from tiny import tiny_lm
 
-import tca_jax
-from tca_jax.engine.request import AnswerOptions
-from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks.common import (
     Compilations,
     Results,
@@ -20,16 +14,9 @@ from tca_jax.lab.benchmarks.common import (
     random_normal,
     read_results,
 )
-from tca_jax.lab.benchmarks.models import CONFIGS, random_model, unequal_candidates
-from tca_jax.lab.benchmarks.serve import TokenTimes
-from tca_jax.lab.benchmarks.soak import growth
-from tca_jax.models.decoder import Decoder
+from tca_jax.lab.benchmarks.models import random_model
 from tca_jax.models.names import parameters
 from tca_jax.models.sharding import parameter_sharding
-from tca_jax.serve.streams import Stream
-
-BILLIONS = {"llama3.1-8b": 8.03, "qwen2.5-7b": 7.62, "llama3.1-70b": 70.55, "llama3.2-1b": 1.24}
-
 
 # --- results and timing ---
 
@@ -45,14 +32,6 @@ def test_rows_are_on_disk_before_the_end(tmp_path, capsys):
     assert page.startswith("# Attention\n\nWhat was done. Nothing failed.\n\n## Layers\n\n| model | ms |\n|---|---|\n")
     assert f"- jax: {jax.__version__}" in page
     assert "model tiny  ms 1.5" in capsys.readouterr().out
-
-
-def test_earlier_results_keep_their_name(tmp_path):
-    for name in ("attention", "attention-2", "attention-3"):
-        results = Results(tmp_path, "attention", "", "")
-        assert results.path.name == f"{name}.jsonl"
-    with pytest.raises(typer.Exit):  # there are no rows
-        results.finish()
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 3, 2**11, 1000)])
@@ -99,13 +78,6 @@ def test_compilations_are_counted_with_their_seconds():
 # --- models and budgets ---
 
 
-@pytest.mark.parametrize("name", BILLIONS)
-def test_shapes_have_the_parameters_of_their_models(name):
-    decoder = nnx.eval_shape(lambda: Decoder(CONFIGS[name], dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    count = sum(parameter.variable.size for parameter in parameters(decoder))
-    assert count / 1e9 == pytest.approx(BILLIONS[name], abs=0.005)
-
-
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_devices_draw_their_own_weights():
     mesh = jax.make_mesh((1, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
@@ -120,38 +92,4 @@ def test_devices_draw_their_own_weights():
             assert np.intersect1d(*parts).size < 0.01 * parts[0].size
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4])
-@pytest.mark.parametrize("heads", [4, 8])
-def test_unequal_budgets_have_the_share(share, heads):
-    config = tca_jax.TCAConfig()
-    candidates = unequal_candidates(config, heads, share)
-    budgets = np.asarray(tca_jax.candidate_budgets(config, 1000))[list(candidates)]
-    assert budgets.mean() / config.block_size == pytest.approx(share, abs=0.01)
-    assert len(set(candidates)) > 2
-
-
 # --- serving ---
-
-
-def test_a_stream_is_timed_by_arrivals():
-    lm = tiny_lm()
-    sampling = {"max_new_tokens": 9, "min_new_tokens": 0, "sampling": Sampling(), "seed": 0, "stop": ()}
-    stream = Stream(lm, AnswerOptions.create(lm, **sampling, stop_token_ids=(), logprobs=False), lambda stream: None)
-    stream.add([1, 2], [], [])
-    times = TokenTimes(stream)
-    stream.add([3, 4, 5], [], [])
-    stream.add([], [], [])  # nothing new
-    assert [count for _, count in times.times] == [2, 5]
-    times.wait(5, 0)
-    with pytest.raises(TimeoutError, match="5 of 6 tokens"):
-        times.wait(6, 0)
-    times.times = [(1.0, 1), (2.0, 2), (2.5, 4)]
-    assert times.gaps() == [1.0, 0.5]
-
-
-def test_growth_is_measured_once_nothing_compiles():
-    compiling = [(float(s), 10**8 + 2 * 10**6 * s, min(s, 6)) for s in range(51)]
-    flat = [(float(s), 2 * 10**8, 7) for s in range(51, 101)]
-    assert growth(compiling + flat) == pytest.approx(0, abs=1)
-    assert growth([(float(s), 10**8 + 10**6 * s, 7) for s in range(101)]) == pytest.approx(6e7)
-    assert growth([]) == 0

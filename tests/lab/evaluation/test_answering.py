@@ -1,7 +1,5 @@
 """Asking: the protocols are the calls that they stand for, whatever the batches."""
 
-import dataclasses
-
 import pytest
 import tiny
 from meshes import mesh_of, needs_8_devices
@@ -50,17 +48,6 @@ def test_answers_match_single_calls(lm, protocol, monkeypatch):
     assert found["kv_cache_bytes"] == found["full_kv_cache_bytes"]
     assert found["attended_share"] == found["kept_share"] == 1
     assert (found["question_seconds"] < found["prefill_seconds"]) == (protocol in ("late", "late-prefix"))
-
-
-@pytest.mark.slow
-@needs_8_devices
-def test_mesh_gives_equal_answers(lm):
-    many = dataclasses.replace(tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((2, 1))), tokenizer=lm.tokenizer)
-    one, other = (TASK.measure(model, SAMPLES, "prefix", 1, lambda count: None) for model in (lm, many))
-    for name in ("prediction", "new_tokens"):
-        assert [sample[name] for sample in one["samples"]] == [sample[name] for sample in other["samples"]]
-    assert (one["batch"], other["batch"]) == (1, 2)
-    assert other["kv_cache_bytes"] == one["kv_cache_bytes"]  # a prompt
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,6 @@ def test_budgets_come_from_the_profiles(lm):
     assert build(lm, "uniform:candidate=3", own).cache.config == CONFIG
 
 
-def test_all_registered_methods_can_be_built(lm):
-    made = Builder(lm, profile(), None, lambda: [tiny.random_prompt(0, 400)])
-    for spec in parse_methods(",".join(methods.names())):
-        assert made.build(spec).lm.method.name == spec.label
-
-
 def test_heads_become_dense_by_worth(lm):
     own = [[0, 3], [14, 0]]  # the third head is dense and of no worth: it is the first of the profile's to go
     found = profile(candidates=np.array(own), prefill_candidates=np.array(own))

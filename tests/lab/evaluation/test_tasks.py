@@ -128,14 +128,6 @@ def test_unfit_question_files_are_refused(draw, tmp_path):
         draw("qa_1", count=9)
 
 
-def test_ruler_scores_ignore_case():
-    sample = Sample({}, ("Alpha", "beta"), (0.1, 0.9))
-    assert ruler.match_all(sample, " so ALPHA\x00 it is", "prefix") == (0.5, (True, False))
-    assert ruler.match_all(sample, "alphabeta", "prefix").score == 1
-    assert ruler.match_part(sample, "BETA", "prefix").score == 1
-    assert ruler.match_part(sample, "gamma", "prefix").score == 0
-
-
 # --- LongBench-E ---
 
 
@@ -271,19 +263,6 @@ def test_text_losses_are_those_of_score(options):
     held = found["kv_cache_bytes"] / found["full_kv_cache_bytes"]
     assert held == found["attended_share"] == 1 if options is None else max(held, found["attended_share"]) < 0.9
     assert counts == [1, 1]
-
-
-def test_passages_spread_over_the_text(encoder, tmp_path):
-    (tmp_path / "text.txt").write_text("".join(chr(65 + i % 26) for i in range(1000)))
-    drawing = Drawing(encoder, Sources(text=tmp_path / "text.txt"), 100, 3, 0)
-    passages = LOSS.draw(drawing)
-    assert [len(passage) for passage in passages] == [100] * 3
-    whole = encoder.tokenizer((tmp_path / "text.txt").read_text())["input_ids"]
-    assert passages[0] == whole[:100]
-    assert passages[2] == [encoder.tokenizer.bos_token_id, *whole[-99:]]  # as any text begins
-    other = dataclasses.replace(encoder, tokenizer=lambda text, **_: {"input_ids": [7] * len(text)})
-    assert LOSS.draw(dataclasses.replace(drawing, lm=other))[0] == [7] * 100
-    assert LOSS.draw(drawing) == passages
 
 
 # --- sources ---

@@ -49,38 +49,27 @@ def tiny(folder):
 
 
 @pytest.mark.slow
-def test_shipped_model_answers_and_chooses():
+def test_shipped_model_answers_through_lm_eval():
     document = recall.build_document(np.random.default_rng(3), 700, ("digits", "words"))
     rows = [{"text": completion(document.text, q), "answer": q.answer} for q in document.questions]
-    shared = {
+    answers = {
+        "task": "answers",
         "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
         "test_split": "test",
         "doc_to_text": "{{text}}",
-    }
-    answers = {
-        "task": "answers",
         "output_type": "generate_until",
         "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": ["."], "max_gen_toks": 16, "do_sample": False},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
-    choices = {
-        "task": "choices",
-        "output_type": "multiple_choice",
-        "doc_to_choice": lambda row: ["000000", row["answer"]],
-        "doc_to_target": 1,
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
     results = lm_eval.simple_evaluate(
         "tca_jax",
         model_args={"pretrained": "recall-tiny", "profile": "shipped", "batch_size": 2},
-        tasks=[shared | answers, shared | choices],
+        tasks=[answers],
         task_manager=TaskManager(include_defaults=False),
         bootstrap_iters=0,
     )
     assert results["results"]["answers"]["exact_match,none"] == 1
-    assert results["results"]["choices"]["acc,none"] == 1
     assert results["config"]["attention_method"] == "tca"
     assert results["config"]["attention_method_options"]["cache"]["config"]["window"] == 512
     assert results["config"]["kv_cache_share"] > 0

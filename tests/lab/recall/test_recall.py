@@ -4,12 +4,10 @@ import hashlib
 
 import numpy as np
 import pytest
-import tiny
 
-from tca_jax.engine.generation import Output, Stats
 from tca_jax.lab.recall import PROTOCOLS, TASKS, build_document, draw_question, evaluation
 from tca_jax.lab.recall.corpus import HELD_OUT_MODULES, corpus, source_files
-from tca_jax.lab.recall.evaluation import ask, draw_documents
+from tca_jax.lab.recall.evaluation import draw_documents
 from tca_jax.lab.recall.facts import Fact, draw_keys
 from tca_jax.lab.recall.protocols import PREAMBLES, chat_answer, chat_document, chat_question, completion, is_correct
 from tca_jax.lab.recall.tasks import Question
@@ -115,57 +113,11 @@ def test_chats_match_the_shipped_template():
     assert completion("Some text.", QUESTION) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["482913.", "482913", "482914.", "4829130.", " 482913.", "482913. And", f"{LEAD}482913.", ""]
-)
-def test_completions_are_right_if_exact(text):
-    assert is_correct(QUESTION, text, "prefix") == (text == "482913.")
-
-
-@pytest.mark.parametrize("protocol", ["preamble", "late"])
-def test_chat_answers_are_right_after_a_preamble(protocol):
-    first = PREAMBLES[0]
-    for text in (f"{LEAD}482913.", *(f"{preamble} {LEAD}482913." for preamble in PREAMBLES)):
-        assert is_correct(QUESTION, text, protocol)
-    for text in (
-        f"{first} {LEAD}482914.",
-        f"{first} {LEAD}482913",
-        f"{first} {LEAD}482913. It was there.",
-        f"{LEAD}111111. {LEAD}482913.",
-        f"{first} 482913.",
-        f"{first * 4} {LEAD}482913.",
-        "",
-    ):
-        assert not is_correct(QUESTION, text, protocol)
-
-
-def test_protocols_read_documents_together_or_apart(monkeypatch):
-    made = []
-    stats = Stats([], [], 0.0, 0.0, 0.0, kv_cache_bytes=3, full_kv_cache_bytes=10, kept_share=0.25, attended_share=0.5)
-
-    lm = tiny.tiny_lm()
-
-    def generate(lm, prompts, *, max_new_tokens, context=None):
-        made.append((prompts, context, max_new_tokens))
-        return Output([], [], stats, None, [f"answer {prompts[0]}", *[""] * (len(prompts) - 1)])
-
-    monkeypatch.setattr(evaluation, "generate", generate)
-    monkeypatch.setattr(evaluation, "prefill", lambda lm, documents: ("read", documents))
-    monkeypatch.setattr(evaluation, "is_correct", lambda question, text, protocol: bool(text))
-    documents = draw_documents(0, 2, 4000, "digits")
-    for protocol in PROTOCOLS:
-        ask(lm, documents, protocol, max_new_tokens=99)
-    questions, texts = [document.questions[0] for document in documents], [document.text for document in documents]
-    read, asked = list(map(chat_document, texts)), list(map(chat_question, questions))
-    assert made == [
-        (list(map(completion, texts, questions)), None, 99),
-        ([d + q for d, q in zip(read, asked, strict=True)], None, 99),
-        (asked, ("read", read), 99),
-    ]
-    made.clear()
-    found = ask(lm, draw_documents(1, 5, 4000, "digits"), "prefix", batch=2)
-    assert [len(prompts) for prompts, *_ in made] == [2, 2, 1]
-    assert found.right == [True, False, True, False, True]
-    assert found.kv_cache_share == 0.3
-    with pytest.raises(ValueError, match="protocol = 'ruler': must be one of"):
-        ask(lm, documents, "ruler")
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_answers_are_right_by_their_protocol(protocol):
+    bare, first, said = "482913.", PREAMBLES[0], f"{LEAD}482913."
+    chats = {said, *(f"{preamble} {said}" for preamble in PREAMBLES)}
+    wrong = {"", "482913", "482914.", " 482913.", "482913. And", f"{LEAD}482914.", f"{LEAD}482913", f"{said} It was."}
+    wrong |= {f"{LEAD}111111. {said}", f"{first} 482913.", f"{first * 4} {said}"}
+    expected = {bare} if protocol == "prefix" else chats
+    assert {text for text in {bare, *chats, *wrong} if is_correct(QUESTION, text, protocol)} == expected
