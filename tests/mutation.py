@@ -111,12 +111,9 @@ def installed(folder: Path) -> None:
 def catcher(path: Path, number: int, new: str, shared: Path, minutes: float) -> str | None:
     """The first test that fails with a line of the core changed; what is compiled is kept in `shared`."""
     name, source = next((name, source) for name, source in SOURCES.items() if path.is_relative_to(source))
-    command = [
-        sys.executable,
-        *["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m"],
-        "not integration and not slow",
-    ]
-    command += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *map(str, nearest_tests(path))]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not integration and not slow", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    command += map(str, nearest_tests(path))
     with tempfile.TemporaryDirectory() as folder:
         installed(Path(folder))
         target = Path(folder, name.replace(".", "/"), path.relative_to(source))

@@ -97,9 +97,7 @@ def test_samples_and_log_probabilities():
     likeliest = record["answers"][1]["top_logprobs"][0]
     assert [place["id"] for place in likeliest] == [token for token, _ in out.top_logprobs[1][0]]
     assert likeliest[0]["text"] == lm.tokenizer.decode([likeliest[0]["id"]])
-    headings = run("generate", "model", *options).stdout.splitlines()
-    assert headings[0] == "[1, answer 1 of 2] hi"
-    assert "[1, answer 2 of 2] hi" in headings
+    assert "\n[1, answer 2 of 2] hi\n" in run("generate", "model", *options).stdout
 
 
 def test_generate_json_of_a_file_or_stdin():
@@ -165,15 +163,6 @@ def test_texts_of_a_long_file(length, count, starts):
     assert {text[0] for text in found} == {0}  # the token that begins each text
 
 
-def test_paper_settings(tmp_path):
-    options = [*SMALL, "--paper", "--criterion=retained_mass", "--json"]
-    result = run("calibrate", "model", "--text=text.txt", "--out", tmp_path, *options)
-    assert result.exit_code == 0, result.output
-    config = tca_jax.TCAConfig.paper(block_size=8, window=16)
-    assert Profile.load(tmp_path).config == dataclasses.replace(config, criterion="retained_mass")
-    assert json.loads(result.stdout)["keeping_worth"] == [[None, None], [None, None]]
-
-
 @quiet
 def test_calibrate_in_python_shows_progress(capsys):
     lm, config = tca_jax.load("model"), tca_jax.TCAConfig(block_size=8, window=16)
@@ -183,33 +172,20 @@ def test_calibrate_in_python_shows_progress(capsys):
     assert capsys.readouterr().err == ""
 
 
-def two_layers(**fields) -> Profile:
-    return dataclasses.replace(Profile.uniform(TCA, 2, 2, 0), model_name="two", **fields)
-
-
-def shown(profile, folder, *options):
-    profile.save(folder)
-    result = run("profile", "show", folder, "--tokens=1000", *options)
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout) if "--json" in options else result.stdout.splitlines()
-
-
 def test_profile_show_has_all_of_a_profile(tmp_path):
-    profile = two_layers(
+    profile = dataclasses.replace(
+        Profile.uniform(TCA, 2, 2, 0),
         candidates=np.array([[14, 0], [2, 0]]),
         prefill_candidates=np.zeros((2, 2), int),
         readings=np.array([["blocks", "sparse"], ["sparse", "dense"]]),
         reading_worth=np.array([[250.4, 0.0], [0.0123, np.nan]]),
         keeping_worth=np.full((2, 2), np.nan),
-        losses={
-            "inside": {"full": 0.5, "row0": 0.75, "chosen": 0.5625},
-            "following": {"full": 0.5, "row0": 0.5, "chosen": 0.5},
-        },
+        losses={"inside": {"full": 0.5, "row0": 0.75, "chosen": 0.5625}},
         probes={"counted": {"facts": 200, "copy": 1, "pairs": 0}, "kept": 0.3, "attended": 0.25},
     )
-    lines = shown(profile, tmp_path)
-    rows, shares = [line.split()[:3] for line in lines], profile.prefill_kept_share(1000)
-    assert ["1", f"{shares[1, 0]:.0%}/0", "100%/d"] in rows
+    profile.save(tmp_path)
+    show = ["profile", "show", tmp_path, "--tokens=1000"]
+    lines = run(*show).stdout.splitlines()
     assert {
         "Heads that read blocks: 1 of 4 (layer 0 head 0)",
         "Loss inside the texts: 0.5000 full attention, 0.7500 candidate 0, 0.5625 chosen, 75% of the gap won back",
@@ -217,12 +193,11 @@ def test_profile_show_has_all_of_a_profile(tmp_path):
         "Probes, copy: the smallest budget loses 1 answer that full attention knows",
         "Bounds: kept at most 30.0%, attended at most 25.0%",
     } <= set(lines)
-    record = shown(profile, tmp_path, "--json")
+    record = json.loads(run(*show, "--json").stdout)
     assert (record["readings"], record["probes"]) == (profile.readings.tolist(), profile.probes)
-    assert record["mean_prefill_kept_share"] == shares.mean()
+    assert record["mean_prefill_kept_share"] == profile.prefill_kept_share(1000).mean()
     assert record["reading_worth"][1] == [pytest.approx(0.0123), None]
     assert record["losses"]["inside"] == {**profile.losses["inside"], "won_back": 0.75}
-    assert record["losses"]["following"]["won_back"] is None
 
 
 @pytest.mark.parametrize("name", ["shipped", *SHIPPED])
@@ -232,16 +207,6 @@ def test_a_folder_precedes_a_shipped_profile(name, work, tmp_path, monkeypatch):
         shown = json.loads(run("profile", "show", name, "--json").stdout)
         assert shown["candidates"] == expected.candidates.tolist()
         Profile.load(work / "profile").save(name)
-
-
-def test_a_wide_profile_fits_80_columns(tmp_path):
-    Profile.uniform(TCA, 32, 10, TCA.num_candidates - 1).save(tmp_path)
-    lines = run("profile", "show", tmp_path, "--tokens=16").stdout.splitlines()  # keeps everything: the widest cells
-    tables = [line for line in lines if line.lstrip().startswith(("layer", "0 ", "31 "))]
-    assert max(map(len, tables)) <= 80
-    assert "head 7" in tables[0]
-    assert "head 9" in tables[3]
-    assert not any("…" in line for line in lines)
 
 
 # --- errors -----------------------------------------------------------------------------------------
@@ -297,8 +262,3 @@ def test_a_bug_is_no_line(bug, monkeypatch):
 def test_out_of_memory_is_a_line(monkeypatch):
     monkeypatch.setattr(tca_jax, "stream", lambda *args, **kwargs: jnp.zeros((2**30, 2**20)).block_until_ready())
     assert error("generate", "model", "--prompt=x").startswith("out of memory: RESOURCE_EXHAUSTED")
-
-
-def test_a_traceback_on_request():
-    result = run("generate", "nosuch", "--prompt=x", TCA_JAX_TRACEBACK="1")
-    assert isinstance(result.exception, ValueError)

@@ -118,14 +118,6 @@ def typed(monkeypatch, *lines):
     monkeypatch.setattr("builtins.input", read)
 
 
-@pytest.mark.parametrize("lines", [("Who?",), ("Who?", "", "never asked")])
-def test_a_terminal_ends_a_chat(lines, lm, monkeypatch, capsys):
-    typed(monkeypatch, *lines)
-    chat("model", file=Path("book.txt"), **SHORT)
-    who = answer(lm, f"{TEXT}\nWho?")
-    assert capsys.readouterr().out == f"{who}\n"
-
-
 @pytest.mark.parametrize("follow", [False, True])
 def test_ctrl_c_ends_one_answer(follow, lm, monkeypatch, capsys):
     pressed = iter([True, *[False] * 100])
@@ -154,17 +146,6 @@ def test_a_stream_compiles_before_its_first_piece(lm, monkeypatch):
 
 
 # --- options ----------------------------------------------------------------------------------------
-
-
-def test_a_method_takes_a_profiles_budgets():
-    stats = {}
-    for method in (None, "tca", "full+tca", "duoattention:window=16,block_size=8"):
-        options = ["--profile=profile", "--max-new-tokens=2", "--json", *([f"--method={method}"] if method else [])]
-        record = json.loads(run("generate", "model", f"--prompt={TEXT}", *options).stdout)
-        assert record["method"] == (method or "tca").partition(":")[0]
-        stats[method] = record["stats"]
-    assert stats["tca"]["kept_share"] == stats[None]["kept_share"] < 1
-    assert stats["full+tca"]["attended_share"] == 1 > stats["tca"]["attended_share"]
 
 
 @both

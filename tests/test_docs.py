@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import yaml
 from safetensors.numpy import load_file, save_file
 from tiny import random_prompt, tiny_lm
 from typer.testing import CliRunner
@@ -247,20 +246,6 @@ def test_what_a_page_names_exists(page, monkeypatch):
         assert of_site in anchors(page), heading
     for name in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|toml))`", text):
         assert (ROOT / name).exists(), name
-
-
-def nav(entries: list) -> list[str]:
-    """Pages of the site's menu."""
-    targets = [target for entry in entries for target in entry.values()]
-    return [name for target in targets for name in ([target] if isinstance(target, str) else nav(target))]
-
-
-def test_every_page_is_in_the_menu_once():
-    menu = nav(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert len(menu) == len(set(menu))
-    beside = {name for name in menu if not (ROOT / "docs" / name).exists()}
-    assert {page.relative_to(ROOT / "docs").as_posix() for page in SITE} == set(menu) - beside
-    assert all((ROOT / name).exists() for name in beside)
 
 
 def documented() -> list:

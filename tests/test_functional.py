@@ -1,4 +1,4 @@
-"""The functional core against the float64 oracle: a fuzz, ties, transformations, memory, gradients."""
+"""The functional core against the float64 oracle: a fuzz, ties, transformations, memory, gradients, bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tca_jax
-from tca_jax.diagnostics import dropped_mass
+from tca_jax.diagnostics import dropped_mass, error_bounds
 from tca_jax.functional import attend, calibration_scores, candidate_budgets, select
 from tca_jax.methods import gradients
 from tca_jax.methods.config import TCAConfig
@@ -242,3 +242,31 @@ def test_padding_gets_no_gradient_and_spoils_none():
     for ours, theirs in zip(poisoned, clean, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
         assert not np.asarray(ours)[1, 40:].any()
+
+
+BOUNDED = TCAConfig(block_size=8, window=16, num_candidates=4)
+EXACT = TCAConfig(block_size=8, window=96, num_candidates=4)
+
+
+@settings(max_examples=25, deadline=None, database=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.sampled_from([0.0, 0.5, 2.0, 6.0]),
+    outlier=st.sampled_from([0.0, 100.0]),
+    candidates=st.lists(st.integers(0, 4), min_size=2, max_size=2),
+    lengths=st.lists(st.integers(1, 90), min_size=2, max_size=2),
+)
+def test_theorem_1_bounds_the_error(seed, spread, outlier, candidates, lengths):
+    q, k, v = qkv(seed, 2, 90, 4, 2, 8, spread)
+    rng = np.random.default_rng(seed)
+    v = rng.standard_normal(v.shape).astype(np.float32)
+    v[0, rng.integers(90), 0] += outlier
+    k[:, rng.integers(90)] *= 3  # a token that some queries look at and others avoid
+    lengths, candidates = np.array(lengths, np.int32), np.array(candidates, np.int32)
+    sparse, full = (np.asarray(attend(q, k, v, candidates, lengths, config)) for config in (BOUNDED, EXACT))
+    gamma = dropped_mass(q, k, candidates, lengths, BOUNDED)
+    bounds = error_bounds(gamma, poison(v, lengths), lengths)
+    error = np.abs(sparse - full).swapaxes(1, 2)  # [B, Hq, L, d]
+    noise = 1e-5 * max(1, outlier)
+    assert np.all(error.max(axis=-1) <= np.asarray(bounds.max_norm) + noise)
+    assert np.all(error.sum(axis=-1) <= np.asarray(bounds.l1_norm) + 8 * noise)

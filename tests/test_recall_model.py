@@ -17,11 +17,6 @@ from tca_jax.loading import checkpoint_folder
 FOLDER = checkpoint_folder("recall-tiny")
 
 
-@pytest.fixture(scope="module")
-def full():
-    return tca_jax.load("recall-tiny")
-
-
 # --- files and figures ---
 
 
@@ -66,20 +61,16 @@ def _right(result, method):
 # --- the model itself ---
 
 
-def _run(lm, ids, attention):
-    """Hidden states under an attention function."""
-    positions = jnp.arange(len(ids))[None]
-    return lm.decoder(jnp.array([ids]), positions, attention, (None,) * lm.config.num_layers)[0]
-
-
-def test_transformers_gives_the_same_logits(full):
+def test_transformers_gives_the_same_logits():
     torch = pytest.importorskip("torch", reason="parity with transformers needs PyTorch")
     from transformers import AutoModelForCausalLM
 
+    full = tca_jax.load("recall-tiny")
     ids = full.tokenizer(build_document(np.random.default_rng(3), 700, ["digits"]).text)["input_ids"]
     theirs = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0].numpy()
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-    hidden = _run(full, ids, lambda layer, q, k, v, state: (attend(q, k, v), None))
+    positions, none = jnp.arange(len(ids))[None], (None,) * full.config.num_layers
+    hidden, _ = full.decoder(jnp.array([ids]), positions, lambda _, q, k, v, state: (attend(q, k, v), None), none)
     assert float(jnp.abs(full.decoder.logits(hidden)[0] - expected).max()) < 2e-4

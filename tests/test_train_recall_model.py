@@ -56,9 +56,6 @@ def text_of(tokens):
     return "".join(chr(token) if token < 128 else "\0" for token in tokens)
 
 
-# --- batches ---
-
-
 @pytest.mark.parametrize("name", MEMBERS)
 def test_batches_mark_answers_found_before(script, data, name):
     recipe, stage = script.RECIPES[name], data.Stage(4096, 12, 1)
@@ -86,25 +83,6 @@ def test_zoo_questions_keep_their_text(tasks, task):
         lines = (*(fact.line for fact in question.facts), question.text, question.lead, question.answer)
         found.update("\0".join(lines).encode())
     assert found.hexdigest()[:12] == DIGESTS[task]
-
-
-# --- recipes ---
-
-
-def test_zoo_skips_trained_members(script, monkeypatch, tmp_path):
-    trained = []
-    monkeypatch.setattr(script, "train", lambda *given: trained.append(given))
-    (tmp_path / "hops").mkdir()
-    (tmp_path / "hops" / "model.safetensors").touch()
-    script.main(tmp_path, zoo=True, only=["grouped", "hops"], workers=3)
-    script.main(tmp_path)
-    assert trained == [
-        (script.RECIPES["grouped"], tmp_path / "grouped", 3),
-        (script.RECIPES["recall-tiny"], tmp_path, None),
-    ]
-
-
-# --- a run of every step ---
 
 
 @pytest.mark.slow

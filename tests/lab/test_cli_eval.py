@@ -189,15 +189,6 @@ def test_points_begin_with_the_defaults():
         assert parse_methods(again.label) == (again,)
 
 
-def test_best_trial_keeps_the_costs():
-    def trial(excess, held, attended):
-        return {"excess": excess, "sum": excess, "held_share": held, "attended_share": attended}
-
-    trials = [trial(5, 0.4, 0.2), trial(3, 0.4, 0.3), trial(2, 0.6, 0.2), trial(4, 0.5, 0.1), trial(4, 0.5, 0.1)]
-    assert tuning.best_trial(trials, 0.5, 0.2) is trials[3]
-    assert tuning.best_trial(trials, 0.1, 0.1) is trials[0]  # what the defaults cost is allowed
-
-
 @pytest.mark.parametrize(
     ("limit", "taken", "most"), [(0.5, 0.5, 1), (0.305, 0.30, 7), (0.005, 0.0, 7), (2.0, 0.99, 7), (0.257, 0.25, 2)]
 )

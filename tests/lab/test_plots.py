@@ -45,13 +45,6 @@ def test_budgets_have_a_number_in_each_cell(figures):
     assert len(measured.patches) == 1  # the chosen head
 
 
-def test_attention_is_a_mean_over_later_queries(figures):
-    plots.plot_attention(np.tile(np.arange(64, 0, -1, dtype=np.float32), (2, 2, 1)), "tiny", "unused.png")
-    heat_map, curves, _ = figures[0].axes
-    np.testing.assert_allclose(heat_map.collections[0].get_array(), 1)
-    np.testing.assert_allclose(curves.get_lines()[0].get_ydata()[:2], [64 / 2080, 127 / 2080])
-
-
 def test_selected_shades_heads_and_outlines_a_span(figures):
     kept = np.zeros((2, 2, 500), bool)
     kept[:, :, 432:] = True

@@ -1,4 +1,4 @@
-"""`tca-jax bench`: each command at sizes of a CPU, and what it refuses."""
+"""`tca-jax bench`: each command at sizes of a CPU, what it refuses, and what the commands share."""
 
 import functools
 
@@ -12,11 +12,9 @@ from meshes import needs_8_devices
 import tca_jax
 from tca_jax import methods
 from tca_jax.cli.options import LAUNCH_ORDER
-from tca_jax.engine.decode import prefill
-from tca_jax.engine.sampling import Sampling
-from tca_jax.lab.benchmarks import attention, decode, soak
-from tca_jax.lab.benchmarks.common import read_results
-from tca_jax.lab.benchmarks.models import CONFIGS, Share, random_model
+from tca_jax.lab.benchmarks import attention, soak
+from tca_jax.lab.benchmarks.common import agreement, fitted, random_normal, read_results
+from tca_jax.lab.benchmarks.models import CONFIGS, Share
 
 TINY = ["--models=tiny", "--lengths=512", "--window=128"]
 SERVE = [
@@ -132,28 +130,6 @@ def test_parts_of_a_layer_make_the_whole(method):
         jax.tree.map(np.testing.assert_array_equal, selected[0], kept)
 
 
-@pytest.mark.parametrize("share", [None, Share(0.3), Share(0.5, prefill=0.05)], ids=str)
-def test_a_random_state_is_one_that_prefill_leaves(share):
-    lm, config = random_model("tiny"), tca_jax.TCAConfig(window=128)
-    lm = lm.with_method(methods.BASELINE if share is None else share.method(config, 2, 2))
-    state = decode.random_state(lm, 2, 512)
-    arguments = (lm, jnp.zeros((2, 512), jnp.int32), jnp.array([512, 512]), state.keys, Sampling())
-    new_tokens = state.tokens.shape[1]
-    left, _ = jax.eval_shape(lambda *args: prefill(*args, state.stop_tokens, new_tokens=new_tokens), *arguments)
-    assert jax.tree.structure(left) == jax.tree.structure(state)
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(left)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
-
-
-def test_attended_tokens_are_those_of_the_cache():
-    config, tca = CONFIGS["qwen2.5-7b"], tca_jax.TCAConfig(window=256)
-    for policy in (methods.BASELINE.cache, Share(0.2).method(tca, 4).cache):
-        plan = decode.Plan(config, policy, 1, 2, 1024, jnp.bfloat16)
-        cache = plan.make(seed=0)
-        window = min(1024, policy.window) + 1
-        assert plan.attended == int(np.asarray(cache.kept[0]).sum()) + 2 * 4 * window
-        assert plan.num_bytes == cache.k.nbytes + cache.v.nbytes
-
-
 @pytest.mark.slow
 def test_serve_times_steps_and_load(tmp_path):
     rows = bench("serve", tmp_path, *SERVE)
@@ -188,3 +164,33 @@ def test_a_soak_fails_where_an_answer_differs(tmp_path, monkeypatch):
     result = run("soak", *SOAK, "--rounds=1", "--minutes=0.01", "--out", tmp_path)
     assert result.exit_code == 1
     assert "other answers" in result.stderr
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 3, 2**11, 1000)])
+def test_random_numbers_are_normal_and_do_not_repeat(shape):
+    x = np.asarray(random_normal(jax.random.key(1), shape, jnp.float32, 2.0), np.float64)
+    assert x.shape == shape
+    assert len(np.unique(x)) > 0.6 * x.size  # of the 2^23 floats that a draw can take
+    if x.size > 1000:
+        assert abs(x.mean()) < 0.01
+        assert abs(x.std() - 2) < 0.01
+        assert abs(np.corrcoef(x.ravel()[: 2**21], x.ravel()[-(2**21) :])[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("wrong", [2.0, np.nan])
+def test_wrong_results_are_not_timed(wrong):
+    assert agreement("triton", lambda backend: jnp.ones(4)) == 0
+    with pytest.raises(RuntimeError, match="triton differs from the oracle by"):
+        agreement("triton", lambda backend: jnp.ones(4).at[0].set(wrong if backend == "triton" else 1))
+
+
+def test_memory_that_runs_out_costs_one_call(capsys):
+    assert fitted(lambda: 3, "three") == 3
+    assert fitted(jax.jit(lambda: jnp.zeros((2**30, 2**30), jnp.int8)), "an exabyte") is None
+    assert capsys.readouterr().out.startswith("does not fit: an exabyte: RESOURCE_EXHAUSTED: ")
+
+    def other():
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device is gone")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is gone"):
+        fitted(other, "another")

@@ -62,9 +62,3 @@ def test_batches_fit_memory_and_devices(lm, mesh, memory, tokens, most, rows, mo
     model = lm if mesh is None else tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of(mesh))
     monkeypatch.setattr(samples, "memory_bytes", lambda: memory)
     assert samples.safe_batch(model, tokens, 128, most) == rows  # 2.1 MB each; on the mesh half of the heads
-
-
-def test_prompts_without_chat_are_plain(lm):
-    prompt = samples.Prompt("ab", "c", " d", chat=False)
-    assert lm.tokenizer.decode(prompt.encode(lm)) == "abc d"
-    assert [lm.tokenizer.decode(part) for part in prompt.encode_apart(lm)] == ["ab", "c d"]

@@ -80,19 +80,6 @@ def test_read_losses_are_those_of_score(model, name, options):
     assert (attended < 0.9) == (name == "tca")
 
 
-@pytest.mark.integration
-def test_greedy_answers_are_right_to_their_end(model, full):
-    """As a fact counts: all tokens of a value are the likeliest exactly if greedy decoding begins with it."""
-    (question, _), read = SHORT[0], read_by(model, full)
-    context = tca_jax.prefill(model, DOCUMENT)
-    (said,) = tca_jax.generate(model, question, context=context, max_new_tokens=4, stop_token_ids=()).tokens
-    for place in range(4):
-        other = [*said[:place], (said[place] + 1) % 97, *said[place + 1 :]]
-        right = ask(model, read, rows_of([(question, said), (question, other)])).right[:, 6:10]
-        assert right[0].all()
-        assert right[1, : place + 1].tolist() == [True] * place + [False]
-
-
 def test_methods_without_masks_are_refused(model, full):
     with pytest.raises(UserError, match="quest chooses what each step attends to"):
         read_by(model.with_method("quest"), full)

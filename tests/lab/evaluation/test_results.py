@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tca_jax.lab.evaluation.late_facts import STICK
-from tca_jax.lab.evaluation.real_models import draw, first_answer_page, real_models_page
+from tca_jax.lab.evaluation.real_models import first_answer_page, real_models_page
 from tca_jax.lab.evaluation.results import Job, Results, table
-from tca_jax.lab.evaluation.sticks import read_records
 
 CONFIG = {
     "format": 1,
@@ -88,12 +86,6 @@ def test_a_damaged_file_is_named(results, content):
 )
 def test_pages_of_sticks_match_records(page, name):
     assert (COMMITTED / name).read_text("utf-8") == page(RECORDS)
-
-
-def test_picture_has_all_methods(figures):
-    draw(read_records(RECORDS, STICK), Path("unused.png"))
-    (axes,) = figures[0].axes
-    assert {"kvzip", "snapkv", "tca, default", "tca, kept25", "tca, paper"} <= {line.get_label() for line in axes.lines}
 
 
 def test_every_method_page_matches_its_folder(tmp_path):

@@ -5,12 +5,11 @@ import string
 
 import numpy as np
 import pytest
-from tiny import TCA, write_checkpoint
+from tiny import write_checkpoint
 
 import tca_jax
 from tca_jax.lab import recall
 from tca_jax.lab.recall.protocols import completion
-from tca_jax.methods.streaming import streaming
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'lm-eval[ruler,longbench]'")
 datasets = pytest.importorskip("datasets")
@@ -19,11 +18,10 @@ import lm_eval  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from tca_jax.lab.harness.model import HarnessLM, generation_options, load_model  # noqa: E402
+from tca_jax.lab.harness.model import HarnessLM, generation_options  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 LETTERS = np.array(list(string.ascii_lowercase + " "))
-PROFILE = tca_jax.Profile.uniform(TCA, 2, 2, 6)
 
 
 def text(seed, length):
@@ -188,18 +186,3 @@ def test_task_options_become_generate_arguments():
     ):
         with pytest.raises(ValueError, match=f"generation option {name} = {value!r}: must be {wanted}"):
             generation_options({name: value}, 8)
-
-
-def test_profile_sets_budgets_of_its_part(folder, tmp_path):
-    PROFILE.save(tmp_path / "profile")
-
-    def load(profile, method, options):
-        return load_model(folder, profile, method, options, None).method
-
-    profile = str(tmp_path / "profile")
-    own = load(profile, "streaming+tca", {"streaming": {"sinks": 8}})
-    assert (own.prefill, own.cache) == (streaming(sinks=8).prefill, PROFILE.method().cache)
-    assert load(profile, None, {}) == load(profile, "tca", {}) == PROFILE.method()
-    assert load(None, "streaming", {"sinks": 8}) == streaming(sinks=8)
-    with pytest.raises(ValueError, match="the profile's method, 'tca', must be one of its parts"):
-        load(profile, "streaming", {})

@@ -146,15 +146,6 @@ def test_highest_and_covering_values_are_a_sorts():
         assert set(np.flatnonzero(covered[False][row])) == set(order[sums <= mass[row]])
 
 
-def test_published_tables_are_read_as_our_own():
-    heads = ["vertical_and_slash", 30, 800, 0.9], ["stream_llm", 100, 800, 0.8], ["block_sparse", 8, 1, 0.7]
-    by_number = {str(number): list(head) for number, head in enumerate(heads)}
-    published = methods.get("minference", patterns=json.loads(json.dumps([by_number])))
-    own = [[["vertical_slash", 30, 800], ["a_shape", 100, 800], ["block_sparse", 8, 1]]]
-    assert published == methods.get("minference", patterns=own)
-    assert hash(published) == hash(methods.get("minference", patterns=published.prefill.patterns))
-
-
 CANDIDATES = tuple(HeadPattern(*sizes) for sizes in (("a_shape", 7, 60), ("vertical_slash", 40, 55), KINDS[2]))
 
 

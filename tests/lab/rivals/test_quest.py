@@ -85,23 +85,6 @@ def test_steps_attend_to_the_rules_pages(group, samples, pages):
         np.testing.assert_allclose(out[t, row, group_of], wanted, atol=2e-5)
 
 
-@pytest.mark.slow
-def test_all_pages_or_dense_layers_are_full_attention():
-    lm, ids = tiny_lm(), random_prompt(0, 90)
-
-    def answer(model):
-        return tca_jax.generate(model, ids, max_new_tokens=30, stop_token_ids=())
-
-    budgets = {"all": (200, 0), "dense layers": (24, 2), "few": (24, 0)}
-    sizes = {"window": W, "block_size": B}
-    found = {
-        name: answer(lm.with_method("quest", budget=budget, dense_layers=layers, **sizes))
-        for name, (budget, layers) in budgets.items()
-    }
-    assert found["all"].tokens == found["dense layers"].tokens == answer(lm).tokens != found["few"].tokens
-    assert found["few"].stats.kept_share == 1
-
-
 class AskingAnew(QuestCache):
     """Trusts nothing that was computed in an earlier step."""
 
