@@ -75,7 +75,6 @@ INTEGRATION = (
     "test_cli_chat.py",
     "test_cli_script.py",
     "test_examples.py",
-    "test_loading_on_meshes.py",
     "test_recall_model.py",
     "test_train_recall_model.py",
 )

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import random_prompt, tiny_lm
 from typer.testing import CliRunner
 
 import tca_jax
@@ -284,17 +283,3 @@ def test_the_table_of_methods_is_the_registry():
         assert sorted(re.findall(r"`(\w+)(?:=[^`]*)?`", options)) == sorted(parameters)
         for option, default in re.findall(r"`(\w+)=([\d.]+)`", options):
             assert parameters[option].default == float(default)
-
-
-@pytest.mark.integration
-def test_same_shapes_compile_nothing():
-    def compile_seconds(seed=0, length=100, **options):
-        lm = tiny_lm(seed=seed, eos_token_ids=(7 + seed,)).with_method("streaming", window=16, block_size=8)
-        given = {"max_new_tokens": 20, "stop_token_ids": (1, 2), "temperature": 0.7, "top_p": 0.9, **options}
-        return tca_jax.generate(lm, random_prompt(length, length), **given).stats.compile_seconds
-
-    assert compile_seconds() > 0
-    assert compile_seconds(length=97, max_new_tokens=32) == 0
-    assert compile_seconds(temperature=1, top_p=0.5, stop_token_ids=(3, 4)) == 0
-    assert compile_seconds(min_p=0, repetition_penalty=1, min_new_tokens=0) == 0
-    assert compile_seconds(seed=1) == 0

@@ -7,8 +7,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from meshes import mesh_of, needs_8_devices
 from tiny import CONFIG, TCA, random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
@@ -146,3 +148,19 @@ def test_the_compilation_cache_is_on_by_default(folder, monkeypatch):
 def test_loading_needs_no_torch():
     script = "import sys; sys.modules['torch'] = None; import tca_jax; tca_jax.load('recall-tiny')"
     subprocess.run([sys.executable, "-c", script], check=True)  # importing torch is an error
+
+
+@needs_8_devices
+def test_heads_are_read_where_the_profile_wants_them(tmp_path):
+    rows = np.array([[14, 14, 0, 0], [0, 3, 14, 14]])  # on two devices, one would have both dense heads of a layer
+    config = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=4)
+    save_decoder(tmp_path, Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)), jnp.float32)
+    alone = tca_jax.load(tmp_path)
+    profile = dataclasses.replace(Profile.uniform(TCA, 2, 4, 0), candidates=rows, fingerprint=alone.fingerprint)
+    lm = tca_jax.load(tmp_path, profile=profile, mesh=mesh_of((1, 2)))
+    assert lm.fingerprint == alone.fingerprint
+    for layer, order in enumerate(lm.head_orders):
+        dense = rows[layer][list(order)] == 14
+        assert dense[:2].sum() == dense[2:].sum() == 1  # one on each device
+        kernel, whole = (x.decoder.layers[layer].attention.qkv.kernel[...] for x in (lm, alone))
+        np.testing.assert_array_equal(kernel, whole[:, list(order)])

@@ -97,15 +97,10 @@ def test_repeating_documents_repeat_what_counts(lm, folder):
     document = repeating_document(lm, 1, 2_400, folder=folder, repeats=4)
     assert digest(document.ids, document.weights) == "8cdf2cc9c5de"
     np.testing.assert_allclose(document.weights.sum(axis=1), 1, rtol=1e-5)
-    plain, copy, fact = (np.flatnonzero(weights) + 1 for weights in document.weights)  # places of the counted tokens
-    assert len({*plain, *copy, *fact}) == len(plain) + len(copy) + len(fact)
-    first = document.ids[:1_200]
-    for passage in copy.reshape(4, 48):  # 16 tokens more are repeated before them
+    copied = np.flatnonzero(document.weights[1]) + 1
+    for passage in copied.reshape(4, 48):  # 16 tokens more are repeated before them
         wanted = document.ids[passage[0] - 16 : passage[-1] + 1]
-        assert any(first[i : i + 64] == wanted for i in range(len(first)))
-    values = np.split(fact, np.flatnonzero(np.diff(fact) > 1) + 1)
-    for value in (lm.tokenizer.decode([document.ids[i] for i in run]) for run in values):
-        assert f"is{value}.\n" in lm.tokenizer.decode(first)
+        assert any(document.ids[i : i + 64] == wanted for i in range(1_200))
 
 
 # --- methods, records, intervals ---
