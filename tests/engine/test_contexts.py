@@ -125,6 +125,7 @@ def test_a_batch_of_contexts_grows_row_by_row(sparse):
     context = tca_jax.prefill(sparse, documents)
     grown = tca_jax.prefill(sparse, QUESTIONS[:2], context=context)
     assert (context.batch, grown.stats.tokens) == (2, [77 + 21, 9 + 3])
+    assert not any(np.asarray(kept)[..., 1, :].any() for kept in grown.cache.kept)  # all within the window
     out = tca_jax.generate(sparse, [[5]] * 2, context=grown, **options)
     for document, question, tokens in zip(documents, QUESTIONS[:2], out.tokens, strict=True):
         assert tokens == reference(sparse, document, [*question, 5], 10)
