@@ -18,6 +18,7 @@ import tca_jax
 from tca_jax.errors import UserError
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.gguf import find_gguf, open_gguf
+from tca_jax.models.gguf_tokenizer import build_tokenizer
 from tca_jax.models.params import load_checkpoint, save_decoder
 from tca_jax.models.rope import RopeConfig
 
@@ -278,6 +279,52 @@ def test_the_gguf_package_is_optional(file, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)  # importing it is now an error
     with pytest.raises(UserError, match=r"model\.gguf: GGUF files need the package gguf: pip install gguf"):
         tca_jax.load(path)
+
+
+class Checked(Exception):
+    """A checkpoint has passed all checks."""
+
+
+@pytest.mark.filterwarnings("ignore")  # damaged numbers overflow, a damaged pre-tokenizer is replaced
+def test_random_damage_is_refused_or_harmless(file, tmp_path, monkeypatch):
+    vocabulary = {"tokens": ["a", "b", "ab", "<|im_end|>"], "token_type": [1, 1, 1, 3], "merges": ["a b"]}
+    vocabulary["eos_token_id"] = 3
+    file = file.changed({f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()})
+    path, content, rng = tmp_path / "model.gguf", file.to_bytes(), np.random.default_rng(0)
+    path.write_bytes(content)
+    intact = open_gguf(path)
+    header = next(iter(intact.tensors.values())).offset
+    expected = {name: intact.get_tensor(name) for name in intact.tensors}
+
+    def description(opened):
+        return opened.config(), {name: tensor.shape for name, tensor in opened.tensors.items()}
+
+    def is_loaded():
+        try:
+            opened = open_gguf(path)
+            build_tokenizer(opened.metadata, str(path))
+            if description(opened) != description(intact):
+                with pytest.raises(Checked):
+                    load_checkpoint(path, opened.config(), jnp.float32)
+        except (UserError, FileNotFoundError) as error:
+            if str(path) not in str(error):
+                raise
+            return False
+        assert opened.tensors.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(opened.get_tensor(name), value)
+        return True
+
+    def placed(*_):
+        raise Checked
+
+    monkeypatch.setattr("tca_jax.models.params.place_tensor", placed)
+    loaded = 0
+    for _ in range(200):
+        at, damage = int(rng.integers(header)), int(rng.integers(1, 256))
+        path.write_bytes(patched(content, at, "B", content[at] ^ damage))
+        loaded += is_loaded()
+    assert 0 < loaded < 100
 
 
 def test_a_file_loads_and_generates(file, tmp_path):

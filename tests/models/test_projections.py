@@ -1,14 +1,18 @@
 """Projections: in chunks of tokens, of a single row, and in e4m3."""
 
+import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_lowering import lowered_for_cuda
 from flax import nnx
+from tiny import CONFIG
 
 from tca_jax.models import projections
+from tca_jax.models.decoder import Decoder
 from tca_jax.models.projections import (
     E4M3,
     LARGEST_CODE,
@@ -128,3 +132,26 @@ def test_a_linear_adds_its_bias_last():
     dense = np.asarray(linear.codes[...], np.float32) * np.asarray(linear.scale[...])[..., None]
     expected = 2 * np.einsum("tn,abn->tab", x, dense) + linear.bias[...]
     np.testing.assert_allclose(linear(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
+def test_cublaslt_multiplies_many_tokens_in_fp8(name):
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
+    config = dataclasses.replace(CONFIG, num_layers=1, **sizes)
+    decoder = Decoder(config, dtype=jnp.bfloat16, param_dtype=E4M3, rngs=nnx.Rngs(0))
+    layer = decoder.layers[0]
+    linear = getattr(layer.attention if name in ("qkv", "o") else layer.mlp, name)
+    x = jax.ShapeDtypeStruct((8192, linear.codes.shape[-1]), jnp.bfloat16)
+    assert "__cublas$lt$matmul$f8" in jax.jit(linear).lower(x).compile().as_text()
+
+
+def test_products_of_many_tokens_are_of_codes():
+    """XLA gives cuBLASLt only products of two e4m3 arrays, and by the algorithm's name only there."""
+    decoder = Decoder(CONFIG, dtype=jnp.bfloat16, param_dtype=E4M3, rngs=nnx.Rngs(0))
+    layer, heads = decoder.layers[0], (CONFIG.num_heads, CONFIG.head_dim)
+    x, out = (normal(0, 1, 128, *shape, dtype=jnp.bfloat16) for shape in ((CONFIG.hidden_size,), heads))
+    text = lowered_for_cuda(lambda x, out: (layer.attention.qkv(x), layer.mlp(x), layer.attention.output(out)), x, out)
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) == 4
+    assert all("rhs_precision_type = f8E4M3FN" in line and line.endswith("xbf16>") for line in products)
