@@ -118,7 +118,7 @@ class Letters:
         return {"input_ids": [len(self.parts)]}
 
 
-def request_of(lm, parts, stop, min_new_tokens=0):
+def request_of(lm, parts, stop, min_new_tokens=0, stop_token_ids=()):
     model = dataclasses.replace(lm, tokenizer=Letters(*parts))
     return request_module.Request.create(
         model,
@@ -128,7 +128,7 @@ def request_of(lm, parts, stop, min_new_tokens=0):
         sampling=tca_jax.Sampling(),
         seed=0,
         stop=stop,
-        stop_token_ids=(),
+        stop_token_ids=stop_token_ids,
         backend="auto",
     )
 
@@ -163,6 +163,14 @@ def test_the_first_complete_stop_string_ends_an_answer(lm, text, stop, least, to
         answers = [inspect.unwrap(type(request).answers)(request, state_after(step, parts)) for step in steps]
         (answer,) = answers[-1]
         assert (len(answer.tokens), answer.text) == (tokens, left)
+
+
+@pytest.mark.parametrize(("least", "tokens"), [(0, 3), (2, 3), (3, 4)])
+def test_a_stop_token_counts_after_the_least(lm, least, tokens):
+    parts = [b"a", b"b", b"c", b"d"]
+    request = inspect.unwrap(request_of)(lm, parts, (), least, stop_token_ids=(2,))
+    (answer,) = inspect.unwrap(type(request).answers)(request, state_after(4, parts))
+    assert len(answer.tokens) == tokens
 
 
 @pytest.mark.parametrize(
