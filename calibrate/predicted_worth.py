@@ -27,7 +27,7 @@ from tca_jax.calibration.repetition import (
 )
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.prompts import Prompt, encode_prompts
+from tca_jax.engine.prompts import encode_verbatim
 from tca_jax.errors import UserError, require
 
 RIDGE = 3e-3  # of the Gram matrix's diagonal
@@ -66,7 +66,7 @@ class WorthMaps:
             return cls(**{field.name: arrays[field.name] for field in dataclasses.fields(cls)})
 
 
-def pack_texts(lm: LM, texts: Sequence[Prompt], count: int, tokens: int) -> list[list[int]]:
+def pack_texts(lm: LM, texts: Sequence[str | Sequence[int]], count: int, tokens: int) -> list[list[int]]:
     """Token ids of `count` texts of `tokens` each: shorter texts are packed, longer ones cut.
 
     Each one begins as a user's text in the chat template does.
@@ -76,7 +76,8 @@ def pack_texts(lm: LM, texts: Sequence[Prompt], count: int, tokens: int) -> list
     """
     opening, packed, text = chat_frame(lm)[0], list[list[int]](), list[int]()
     size = tokens - len(opening)
-    for ids in encode_prompts(lm, list(texts), "texts"):
+    for each in texts:
+        ids = encode_verbatim(lm, each, "texts") if isinstance(each, str) else each
         text = [*text, *ids][:size]
         if len(text) == size:
             packed.append([*opening, *text])
@@ -112,6 +113,9 @@ def fit_worth(
     """
     unknown = sorted(set(targets) - set(TARGETS))
     require(not unknown, f"targets has {unknown}: must be of {list(TARGETS)}")
+    require(
+        len(questions) in (0, len(texts)), f"questions has {len(questions)} entries: must have {len(texts)} or none"
+    )
     require(len(texts) >= 2, f"texts has {len(texts)}: must be at least 2, one to fit and one to measure")
     shortest, longest, request = min(map(len, texts)), max(map(len, texts)), repetition_request(lm)
     require(shortest >= 2 * chunk, f"texts has one of {shortest} tokens: must be at least {2 * chunk}, two chunks")

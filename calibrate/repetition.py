@@ -59,12 +59,12 @@ class TextRows(NamedTuple):
 def chat_frame(lm: Encoder) -> tuple[list[int], list[int]]:
     """Token ids that the chat template puts before a user's text, and between it and the answer.
 
-    Without a template nothing and a line break; without a tokenizer nothing.
+    Without a template the tokens before any text and a line break; without a tokenizer nothing.
     """
     if lm.tokenizer is None:
         return [], []
     if not getattr(lm.tokenizer, "chat_template", None):
-        return [], encode_verbatim(lm, "\n")
+        return list(lm.tokenizer("")["input_ids"]), encode_verbatim(lm, "\n")
     mark = "THE-TEXT"
     opening, _ = render_chat(lm, [{"role": "user", "content": mark}], "chat").split(mark)
     return encode_verbatim(lm, opening), list(TokenizerWording(lm).before_answer())

@@ -29,6 +29,7 @@ from tca_jax.calibration.predicted_worth import SHARES, WorthMaps, fit_worth, pa
 from tca_jax.calibration.repetition import TARGETS, TextRows, read_inputs
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
+from tca_jax.errors import require
 from tca_jax.lab.benchmarks.common import Compilations
 from tca_jax.lab.evaluation import late_facts, reading_loss, sticks
 from tca_jax.lab.evaluation.by_layers import Answers, MaskedRead, ask, question_scores
@@ -307,6 +308,8 @@ def late(
     until, lm, fitted = time.monotonic() + seconds, tca_jax.load(model), _load(maps)
     wanted, others = [float(share) for share in shares.split(",")], sticks.parse_profiles(other)
     refits = {name: _load(folder) for name, folder in others.items()}
+    unknown = set(variants.split(",")) - {"rule", "keeping", "prompt", "reading"}
+    require(not unknown, f"--variants {variants}: must be of rule, keeping, prompt and reading, by commas")
 
     def records(seed: int) -> Iterator[Record]:
         sheet = LateSheet(lm, fitted, late_document(lm, seed, tokens, half, texts))  # type: ignore[arg-type]

@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from tca_jax.calibration.repetition import chat_frame
 from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import TokenizerWording, encode_verbatim, render_chat
+from tca_jax.engine.prompts import encode_verbatim
 from tca_jax.errors import require
 from tca_jax.lab.evaluation.texts import KINDS, Half, draw
 from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS
@@ -118,15 +119,6 @@ def late_document(
         rows[i, : len(row)] = row
         counted[i, len(question) - 1 : len(row) - 1] = 1
     return LateDocument(ids, rows, counted, tuple(kind for kind, *_ in asked))
-
-
-def chat_frame(lm: LM) -> tuple[list[int], list[int]]:
-    """Tokens before a user's text, and between it and the answer; only a line break without a chat template."""
-    if not getattr(lm.tokenizer, "chat_template", None):
-        return [], encode_verbatim(lm, "\n")
-    mark = "THE-TEXT"
-    opening, _ = render_chat(lm, [{"role": "user", "content": mark}], "chat").split(mark)
-    return encode_verbatim(lm, opening), list(TokenizerWording(lm).before_answer())
 
 
 def _lines(lm: LM, text: str, tokens: int) -> tuple[list[list[int]], list[int]]:
