@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import Encoder, TokenizerWording, encode_verbatim, render_chat
+from tca_jax.engine.prompts import Encoder, TokenizerWording, encode_verbatim
 from tca_jax.errors import require
 from tca_jax.layer_passes import LayerPass, TextPass, layer_program
 from tca_jax.models.decoder import Decoder
@@ -53,21 +53,15 @@ class TextRows(NamedTuple):
 
     tokens: Int32[np.ndarray, "R n"]
     counted: Float32[np.ndarray, "R n"]  # 1 at tokens whose prediction of the next one counts
-    chunk: int | None = None  # row r repeats the r-th chunk of so many tokens, and sees only what is near; None: all
+    chunk: int | None = None  # tokens of the chunk that row r repeats, the r-th; it sees what is near. None: all
 
 
 def chat_frame(lm: Encoder) -> tuple[list[int], list[int]]:
-    """Token ids that the chat template puts before a user's text, and between it and the answer.
-
-    Without a template the tokens before any text and a line break; without a tokenizer nothing.
-    """
+    """Token ids around a user's text (`TokenizerWording.around_text`); none without a tokenizer."""
     if lm.tokenizer is None:
         return [], []
-    if not getattr(lm.tokenizer, "chat_template", None):
-        return list(lm.tokenizer("")["input_ids"]), encode_verbatim(lm, "\n")
-    mark = "THE-TEXT"
-    opening, _ = render_chat(lm, [{"role": "user", "content": mark}], "chat").split(mark)
-    return encode_verbatim(lm, opening), list(TokenizerWording(lm).before_answer())
+    before, after = TokenizerWording(lm).around_text()
+    return list(before), list(after)
 
 
 def repetition_request(lm: Encoder) -> list[int]:

@@ -39,6 +39,17 @@ class Reading:
     means: bool = False  # whether the other tokens of a block are seen as their mean
     stride: int = 16  # every which query of a tile is sampled
 
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        parts = [f"window {self.window}"]
+        parts += [f"worth {self.selected:.0%}"] if self.selected is not None else []
+        blocks = "weighted blocks" if self.weighted else "blocks"
+        parts += [f"{blocks} {self.mass:g}"] if math.isfinite(self.mass) else []
+        parts += ["means"] * self.means
+        parts += [f"every query of {self.stride}"] if self.stride != Reading.stride else []
+        return "read by " + ", ".join(parts)
+
 
 class LayerRead(NamedTuple):
     """A layer of a prompt that was read."""

@@ -86,17 +86,6 @@ READINGS = (
 LATE_READINGS = tuple(each for each in READINGS if each.means and each.weighted and each.stride == 16)
 
 
-def reading_label(reading: Reading) -> str:
-    """Name in tables."""
-    parts = [f"window {reading.window}"]
-    parts += [f"worth {reading.selected:.0%}"] if reading.selected is not None else []
-    weighted = "weighted blocks" if reading.weighted else "blocks"
-    parts += [f"{weighted} {reading.mass:g}"] if np.isfinite(reading.mass) else []
-    parts += ["means"] * reading.means
-    parts += [f"every query of {reading.stride}"] if reading.stride != Reading().stride else []
-    return "read by " + ", ".join(parts)
-
-
 def kept_masks(
     keeping: Keeping, predicted: Predictions, maps: dict[str, WorthMaps], share: float, layers: int
 ) -> Bool[np.ndarray, "heads L"]:
@@ -176,7 +165,8 @@ class LateSheet:
         self._inputs = read_inputs(lm, document.ids)
         self._keys = [(layer.k, layer.v) for layer in self._inputs]
         self._predicted = {name: self._of_maps(of_target) for name, of_target in maps.items()}
-        self._reference = self._ask(np.ones_like(self._predicted["worth"], bool))[0]
+        self._all = np.ones_like(self._predicted["worth"], bool)
+        self._reference, self._sizes = self._ask(self._all)
 
     def _stacked(self, found: Sequence[Array]) -> Float32[np.ndarray, "heads L"]:
         return np.concatenate([on_host(each)[:, : len(self._ids)] for each in found])
@@ -194,17 +184,23 @@ class LateSheet:
 
     def full(self) -> Record:
         """Full attention's record."""
-        answers, sizes = self._ask(np.ones_like(self._predicted["worth"], bool))
-        return self._record("full", None, answers, sizes)
+        return self._record("full", None, self._reference, self._sizes)
 
-    def kept(self, keeping: Keeping, share: float, maps: dict[str, WorthMaps] | None = None, name: str = "") -> Record:
-        """Of a document read in full; with `maps` of another fit, `name`."""
-        predicted, maps = self._predicted, maps or self._maps
-        if name:
-            predicted = {"worth": self._of_maps(maps["worth"])}
-        masks = kept_masks(keeping, predicted, maps, share, len(self._keys))
-        label = keeping.label + (f", {name}" if name else "")
-        return self._record(label, share, *self._ask(masks, keeping.means))
+    def kept(self, keeping: Keeping, shares: Sequence[float]) -> Iterator[Record]:
+        """Of a document read in full."""
+        yield from self._kept(keeping, shares, self._predicted, self._maps, keeping.label)
+
+    def kept_by(self, maps: dict[str, WorthMaps], shares: Sequence[float], name: str) -> Iterator[Record]:
+        """Of the same under the rule, with the maps of another fit."""
+        predicted = {"worth": self._of_maps(maps["worth"])}
+        yield from self._kept(RULE, shares, predicted, maps, f"{RULE.label}, {name}")
+
+    def _kept(
+        self, keeping: Keeping, shares: Sequence[float], predicted: Predictions, maps: dict[str, WorthMaps], label: str
+    ) -> Iterator[Record]:
+        for share in shares:
+            masks = kept_masks(keeping, predicted, maps, share, len(self._keys))
+            yield self._record(label, share, *self._ask(masks, keeping.means))
 
     def _of_maps(self, maps: WorthMaps) -> Float32[np.ndarray, "heads L"]:
         return self._stacked(predictions(maps, self._inputs))
@@ -216,21 +212,23 @@ class LateSheet:
         predicted = {"worth": self._stacked([layer.predicted for layer in layers])}
         for share in shares:
             masks = kept_masks(RULE, predicted, self._maps, share, len(layers))
-            yield self._record(reading_label(reading), share, *self._ask(masks, keys=keys, attended=attended))
+            yield self._record(reading.label, share, *self._ask(masks, keys=keys, attended=attended))
 
-    def asked_in_prompts(self, share: float, reserve: int) -> Record:
+    def asked_in_prompts(self, share: float, reserves: Sequence[int]) -> Iterator[Record]:
         """Of prompts that end in the question: each head also keeps what the last queries attend to."""
-        rows, everything = self._document.rows, np.ones_like(self._predicted["worth"], bool)
+        rows, place = self._document.rows, np.arange(self._document.rows.shape[1])
+        ends = (self._document.counted > 0).argmax(axis=1)[:, None]  # of questions
+        questions = (place <= ends) & (place > ends - _OBSERVED)
+        full, _ = masked_read(self._ids, self._keys, self._all, 1.0, means=False)
+        scores = question_scores(self._lm, full, rows, questions)
         kept = kept_masks(RULE, self._predicted, self._maps, share, len(self._keys))
         read, _ = masked_read(self._ids, self._keys, kept, 1.0, means=False)
-        ends = (self._document.counted > 0).argmax(axis=1)[:, None]  # of questions
-        questions = (np.arange(rows.shape[1]) <= ends) & (np.arange(rows.shape[1]) > ends - _OBSERVED)
-        full, _ = masked_read(self._ids, self._keys, everything, 1.0, means=False)
-        scores = question_scores(self._lm, full, rows, questions)
-        read = read._replace(masks=[_with_reserve(*each, reserve) for each in zip(read.masks, scores, strict=True)])
-        sizes = {"kept": read.kept_share, "kv_share": read.kept_share, "attended": 1.0}
-        label = f"{RULE.label}, question in the prompt, reserve {reserve}"
-        return self._record(label, share, ask(self._lm, read, rows), sizes)
+        for reserve in reserves:
+            masks = [_with_reserve(*each, reserve) for each in zip(read.masks, scores, strict=True)]
+            asked = read._replace(masks=masks)
+            sizes = {"kept": asked.kept_share, "kv_share": asked.kept_share, "attended": 1.0}
+            label = f"{RULE.label}, question in the prompt, reserve {reserve}"
+            yield self._record(label, share, ask(self._lm, asked, rows), sizes)
 
     def _record(self, method: str, share: float | None, answers: Answers, sizes: Record) -> Record:
         found = late_facts.compared(answers, self._reference, self._document)
@@ -315,11 +313,11 @@ def late(
         sheet = LateSheet(lm, fitted, late_document(lm, seed, tokens, half, texts))  # type: ignore[arg-type]
         yield sheet.full()
         for keeping in KEEPINGS if "keeping" in variants else [RULE] * ("rule" in variants):
-            yield from (sheet.kept(keeping, share) for share in wanted)
+            yield from sheet.kept(keeping, wanted)
         for name, of_name in refits.items():
-            yield from (sheet.kept(RULE, share, of_name, name) for share in wanted)
-        for reserve in (128, 512) if "prompt" in variants else ():
-            yield sheet.asked_in_prompts(0.2, reserve)
+            yield from sheet.kept_by(of_name, wanted, name)
+        if "prompt" in variants:
+            yield from sheet.asked_in_prompts(0.2, (128, 512))
         for reading in LATE_READINGS if "reading" in variants else ():
             yield from sheet.read(reading, [*wanted[1:], 1.0])
 
@@ -347,7 +345,7 @@ def reading(
             passed, layers = read_sparsely(lm, document.ids, worth, each)
             attended = attended_share(list(layers), len(document.ids))
             plain, copy, fact = (document.weights @ passed.losses()[: len(document.ids) - 1]).tolist()
-            name = "full" if each is full else reading_label(each)
+            name = "full" if each is full else each.label
             yield {"method": name, "share": None, "plain": plain, "copy": copy, "fact": fact, "attended": attended}
 
     sticks.run(reading_loss.STICK, lm, out, tokens, range(documents), records, reading_loss.table, until=until)

@@ -76,7 +76,7 @@ class MInferencePrefill(BlockSparsePrefill):
     # tokens in a block and queries in a tile; 16 or a multiple of it for Triton. Lone diagonals cost as much as it is
     # large, and large tiles are computed faster.
     block_size: int = 64
-    dense_tokens: int = 1024  # prompts of at most so many tokens get exact causal attention
+    dense_tokens: int = 1024  # longest prompt, in tokens, with exact causal attention
 
     aligned = False
 

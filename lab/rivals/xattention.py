@@ -38,7 +38,7 @@ class XAttentionPrefill(BlockSparsePrefill):
     threshold: Any = 0.9
     stride: int = 16  # tokens of a group; half of it estimates better at four times the cost
     block_size: int = 128  # tokens in a block, a multiple of `stride`; 16 or a multiple of it for the Triton kernel
-    dense_tokens: int = 1024  # prompts of at most so many tokens get exact causal attention
+    dense_tokens: int = 1024  # longest prompt, in tokens, with exact causal attention
     chunk: int | None = None  # tokens of the first chunk; None: as the code has it for the prompt's length; 0: none
 
     def __post_init__(self) -> None:

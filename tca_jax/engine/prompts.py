@@ -391,12 +391,20 @@ class TokenizerWording:
         """Token ids of a text of the user's."""
         return tuple(encode_verbatim(self.lm, text, "text"))
 
-    def before_answer(self) -> tuple[int, ...]:
-        """What the chat template puts between the user's text and an answer; a line break without a template."""
+    def around_text(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the chat template puts before the user's text, and between it and an answer.
+
+        Without a template, what the tokenizer puts before any text, and a line break.
+        """
         if not getattr(self.lm.tokenizer, "chat_template", None):
-            return self.ids("\n")
+            return tuple(self.lm.tokenizer("")["input_ids"]), self.ids("\n")
         rendered = render_chat(self.lm, [{"role": "user", "content": _QUESTION}], "chat")
-        return self.ids(_split(self.lm, rendered, _QUESTION)[1])
+        before, after = _split(self.lm, rendered, _QUESTION)
+        return self.ids(before), self.ids(after)
+
+    def before_answer(self) -> tuple[int, ...]:
+        """The second part of `around_text`."""
+        return self.around_text()[1]
 
 
 def _split(lm: Encoder, text: str, *marks: str) -> list[str]:

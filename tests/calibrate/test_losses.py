@@ -130,7 +130,7 @@ def test_full_losses_equal_scores(lm):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("more", [NONE, MORE, ~NONE], ids=["row 0", "mixed", "blocks"])
+@pytest.mark.parametrize("more", [NONE, MORE, ~NONE], ids=["smallest budgets", "mixed", "blocks"])
 def test_losses_and_shares_are_those_of_the_method(lm, more):
     losses = losses_of(lm)
     check(losses.of(more), scored(under(lm, more)))
@@ -140,7 +140,7 @@ def test_losses_and_shares_are_those_of_the_method(lm, more):
     assert shares.mean() == pytest.approx(np.mean(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("more", [NONE, MORE, ~NONE], ids=["row 0", "mixed", "blocks"])
+@pytest.mark.parametrize("more", [NONE, MORE, ~NONE], ids=["smallest budgets", "mixed", "blocks"])
 def test_slopes_of_texts_follow_the_loss(lm, monkeypatch, more):
     losses, step = losses_of(lm, texts=TEXTS[:1]), 2e-3
 
@@ -225,7 +225,7 @@ def by_masks(lm, probe, more, rows, gates=None):
     return -np.log(oracle.softmax(logits))[np.arange(start, len(ids) - 1), ids[start + 1 :]]
 
 
-@pytest.mark.parametrize("rows", [np.zeros((2, 2), np.int32), ROWS], ids=["row 0", "rows"])
+@pytest.mark.parametrize("rows", [np.zeros((2, 2), np.int32), ROWS], ids=["smallest budgets", "rows"])
 def test_losses_of_probes_equal_attention_by_masks(lm, rows):
     found = split(read_text(lm).losses(rows))
     for probe, losses in zip(SEGMENTS, found, strict=True):

@@ -205,7 +205,7 @@ def test_cancelled_prompts_are_read_no_further(layered, parts):
         wait(engine, lambda: parts.begun)
         assert PAGES - free_pages(engine) == layered.cache_layout(1, 104).num_pages
         stream.cancel()
-        assert engine.idle(120)  # nobody waits for the compiler
+        assert engine.idle(120)  # no thread waits for the compiler
         go_on.set()
         assert parts.begun == ["read_first"]
         assert not engine._documents.all()
