@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from block_lists import attended, attention, random_blocks, random_columns
 from cases import poison, qkv
-from implementations import check_output, gpu, implementation, on_every_backend
+from implementations import check_output, gpu, implementation, on_every_backend, unused
 
 from tca_jax.pallas_kernels.block_sparse_attention.lists import columns_of_mask, lists_of_mask
 from tca_jax.pallas_kernels.block_sparse_attention.triton import BlockSparseConfig
@@ -31,8 +31,8 @@ class Case:
     dtype: type = jnp.float32
     aligned: bool = False
 
-    def draw(self, scale=1):
-        """(operands, what they should give); NaN wherever the operation must not look."""
+    def draw(self, backend, scale=1):
+        """(operands, what they should give); `unused` wherever the operation must not look."""
         rng = np.random.default_rng(0)
         arrays = qkv(0, len(self.lengths), self.length, self.heads, self.kv_heads, self.head_dim, scale=1.0)
         q, k, v = (np.asarray(jnp.asarray(x, self.dtype), np.float32) for x in (scale * arrays[0], *arrays[1:]))
@@ -45,7 +45,7 @@ class Case:
         if self.columns is not None:
             columns = random_columns(rng, len(self.lengths), self.length, self.heads, self.columns)
         expected = attention(q, k, v, blocks, columns, self.lengths, **sizes)
-        q, k, v = (jnp.asarray(poison(x, self.lengths), self.dtype) for x in (q, k, v))
+        q, k, v = (jnp.asarray(poison(x, self.lengths, unused(backend)), self.dtype) for x in (q, k, v))
         return (q, k, v, blocks, jnp.asarray(self.lengths, jnp.int32), columns), expected
 
     def apply(self, function, q, k, v, blocks, lengths, columns, **options):
@@ -85,20 +85,20 @@ class Case:
 )
 def test_equals_the_oracle(case, backend):
     function = implementation("block_sparse_attention", backend)
-    operands, expected = case.draw()
+    operands, expected = case.draw(backend)
     try:
         check_output(case.apply(function, *operands), expected, case.lengths)
     except NotImplementedError as error:
         pytest.skip(str(error))
     if case.dtype == jnp.float32:  # scores past the range of exp
-        operands, expected = case.draw(scale=100)
+        operands, expected = case.draw(backend, 100)
         check_output(case.apply(function, *operands), expected, case.lengths, 2e-3)
 
 
 @pytest.mark.parametrize("config", [(16, 16, 4, 2), (32, 32, 2, 1), (64, 16, 4, 3)])
 def test_tile_sizes_do_not_matter(config):
     case = Case((200, 129), 200, 2, 1, 16, 32, 64, 50, shared=True)
-    operands, expected = case.draw()
+    operands, expected = case.draw("triton")
     kernel = implementation("block_sparse_attention", "triton")
     check_output(case.apply(kernel, *operands, config=BlockSparseConfig(*config)), expected, case.lengths)
 

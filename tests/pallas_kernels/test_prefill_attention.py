@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import poison
-from implementations import check_output, gpu, implementation, on_every_backend
+from implementations import check_output, gpu, implementation, on_every_backend, unused
 
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.prefill_attention.triton import PrefillConfig
@@ -15,12 +15,13 @@ from tca_jax.pallas_kernels.tiles import Tiles
 
 
 def _operands(backend, lengths, length, heads, kv_heads, head_dim, block, window, dtype=jnp.float32, budget=None):
-    """Random prompts and pools; NaN wherever the kernel must not look.
+    """Random prompts and pools; `unused` wherever the kernel must not look.
 
     `budget` gives every ranked block's budget by KV head; without it they are random.
     """
     rng, batch = np.random.default_rng(0), len(lengths)
-    q, k, v = (poison(rng.standard_normal((batch, length, n, head_dim)), lengths) for n in (heads, kv_heads, kv_heads))
+    shapes = ((batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (poison(rng.standard_normal(shape), lengths, unused(backend)) for shape in shapes)
     budgets = np.zeros((batch, kv_heads, length // block), np.int32)
     for row, n in enumerate(lengths):
         ranked = max(0, n // block - window // block)
@@ -29,7 +30,7 @@ def _operands(backend, lengths, length, heads, kv_heads, head_dim, block, window
     totals = budgets.sum(axis=-1).ravel()
     offsets, begin = np.zeros(totals.size, np.int32), 0
     # XLA reads whole tiles of a pool, whose gaps are zeros; other backends read no gaps.
-    pools = np.full((2, max(128, (-(-totals // 128) * 128).sum()), head_dim), 0 if backend == "xla" else np.nan)
+    pools = np.full((2, max(128, (-(-totals // 128) * 128).sum()), head_dim), 0 if backend == "xla" else unused(backend))
     for region in rng.permutation(totals.size):  # regions need not lie in the order of the heads
         offsets[region] = begin
         pools[:, begin : begin + totals[region]] = rng.standard_normal((2, totals[region], head_dim))
