@@ -25,11 +25,10 @@ from tca_jax.progress import progress
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
-    from tca_jax.lab.evaluation import Sources
     from tca_jax.loading import Checkpoint
 
 _CALIBRATION_TOKENS = 8192  # of a text for calibration
-#: Defaults without --suite, which fixes these options or has other defaults.
+#: Defaults without --suite.
 DEFAULTS: Mapping[str, Any] = {
     "methods": "full,tca",
     "tasks": "ruler",
@@ -37,9 +36,24 @@ DEFAULTS: Mapping[str, Any] = {
     "protocols": "prefix,preamble,late",
     "samples": 20,
     "out": Path("out/eval"),
-    "bytes_of": "call",
 }
-_FIXED = ("tasks", "protocols", "kv_share", "bytes_of", "tune")  # by --suite
+_LONG: Mapping[str, Any] = {"tasks": "ruler", "lengths": "8192,16384,32768,65536,131072", "samples": 100}
+#: Evaluations that others can repeat: table 1 of the TCA-Attention paper (arXiv 2512.09238), and late questions.
+SUITES: Mapping[str, Mapping[str, Any]] = {
+    "paper": {
+        **_LONG,
+        "methods": "full,tca,paper,minference,flexprefill:gamma=0.95,xattention",
+        "protocols": "prefix",
+        "out": Path("out/paper"),
+    },
+    "late": {
+        **_LONG,
+        "methods": "full,tca,paper,snapkv:share=0.25,adakv-expected-attention:share=0.25,streaming",
+        "protocols": "late",
+        "out": Path("out/late"),
+    },
+}
+_FIXED = ("tasks", "protocols", "kv_share", "tune")  # by --suite
 
 
 def _option(text: str, default: str | bool = False, **more: Any) -> Any:
@@ -55,7 +69,7 @@ def evaluate(
     methods: Annotated[
         str | None, _default("methods", 'Registered names, "paper", options behind a colon, pairs by "+".')
     ] = None,
-    tasks: Annotated[str | None, _default("tasks", "ruler, recall, longbench, kvpress, loss, or single tasks.")] = None,
+    tasks: Annotated[str | None, _default("tasks", "ruler, recall, loss, or single tasks.")] = None,
     lengths: Annotated[str | None, _default("lengths", "Tokens of a prompt with its answer.")] = None,
     protocols: Annotated[str | None, _default("protocols", "Of tasks that ask questions; late-prefix too.")] = None,
     samples: Annotated[int | None, _default("samples", "Samples of each task and length.", min=1)] = None,
@@ -65,15 +79,9 @@ def evaluate(
     essays: Annotated[Path | None, _option("Text for haystacks.", "a substitute")] = None,
     squad: Annotated[Path | None, _option("SQuAD 2.0 (JSON), for qa_1.")] = None,
     hotpotqa: Annotated[Path | None, _option("HotpotQA (JSON), for qa_2.")] = None,
-    longbench: Annotated[Path | None, _option("LongBench's folder of data.")] = None,
-    kvpress: Annotated[Path | None, _option("kvpress's folder of samples.")] = None,
     text: Annotated[Path | None, _option("For loss.", "a substitute")] = None,
     kv_share: Annotated[
-        float | None, _option("Share of full attention's KV bytes that each method may hold.", "its own")
-    ] = None,
-    bytes_of: Annotated[
-        str | None,
-        _default("bytes_of", "What --kv-share counts: call, with room for questions and answers, or prompt."),
+        float | None, _option("Share of full attention's bytes of a prompt that each method may hold.", "its own")
     ] = None,
     tune: Annotated[
         str | None, _option("Methods whose options are searched on calibration texts, or all.", "none")
@@ -87,8 +95,7 @@ def evaluate(
     weights: WeightsOption = None,
     kv: KVOption = None,
     mesh: MeshOption = None,
-    suite: Annotated[str | None, _option("leaderboard, paper or late: fixed tasks and budgets.")] = None,
-    data: Annotated[Path | None, _option("Folder of a suite's public files.", "out/data")] = None,
+    suite: Annotated[str | None, _option("paper or late: fixed tasks and protocol.")] = None,
     seconds: Annotated[
         bool, _option("Show times in the table; not where something else uses the device.", True)
     ] = True,
@@ -96,32 +103,34 @@ def evaluate(
 ) -> None:
     """Compare attention methods on a model: accuracy, bytes held and seconds.
 
-    RULER's thirteen tasks, the shipped model's recall tasks, LongBench-E, loss of a text; each
-    under three protocols: the prompt ends with the answer's first words (prefix) or with the question (preamble), or
-    the question comes to a context that was read without it (late).
+    RULER's thirteen tasks, the shipped model's recall tasks, loss of a text; each under three protocols: the prompt
+    ends with the answer's first words (prefix) or with the question (preamble), or the question comes to a context
+    that was read without it (late).
 
-    A suite has its own methods, lengths and samples, which options may change, and its own tasks, protocol and budgets,
-    which they may not.
+    A suite has its own methods, lengths and samples, which options may change, and its own tasks and protocol, which
+    they may not.
 
-    Lists are written with commas. The folder gets config.json, a JSON file for each task, and table.md; that of a suite
-    has such a folder for each part. An interrupted run continues.
+    Lists are written with commas. The folder gets config.json, a JSON file for each task, and table.md. An interrupted
+    run continues.
 
     Example: [bold]tca-jax eval recall-tiny --tasks recall --samples 5 --out out/recall[/]
     """
     from tca_jax.engine.mesh import parse_mesh
     from tca_jax.engine.prompts import encode_prompt
-    from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, plan_suite, run_plan
+    from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, run_plan
     from tca_jax.lab.evaluation.method_specs import parse_labels
     from tca_jax.lab.evaluation.tuning import make_tuning
     from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
 
     given = {name: value for name, value in locals().items() if name in (*DEFAULTS, *_FIXED) and value is not None}
-    sources = Sources(essays, squad, hotpotqa, longbench, text, kvpress)
     settings = {**DEFAULTS, **given}
     if suite is not None:
-        own, sources = _suite(suite, data or Path("out/data"), given, sources)
-        settings |= own
-    require(suite is not None or data is None, f"--data {data}: holds the files of a suite: name one with --suite")
+        require_name(f"--suite {suite}", suite, SUITES)
+        for option in _FIXED:
+            fixed = f"--{option.replace('_', '-')} is fixed by --suite {suite}"
+            require(option not in given, f"{fixed}: leave it out, or leave out --suite")
+        settings = {**SUITES[suite], **given}
+    sources = Sources(essays, squad, hotpotqa, text)
     folder, specs = settings["out"], parse_methods(settings["methods"])
     untuned = tune is None and (trials is not None or tune_text)
     require(not untuned, "--trials and --tune-text say how to tune: they need --tune")
@@ -136,16 +145,20 @@ def evaluate(
         report(f"loading {model}", None, None)
         checkpoint = open_checkpoint(model)
         found, paper = _profiles(checkpoint, profile)
-        common: dict[str, Any] = {"samples": settings["samples"], "seed": seed, "batch": batch, "sources": sources}
-        common |= {"tuning": tuning, "seconds": seconds}
-        numbers = [_integer(item) for item in _listed(settings["lengths"])]
-        if suite is not None:
-            plans = plan_suite(suite, checkpoint, specs, lengths=numbers, **common)
-        else:
-            asked = _listed(settings["tasks"]), numbers, _listed(settings["protocols"])
-            plans = {
-                "": make_plan(checkpoint, specs, *asked, kv_share=kv_share, bytes_of=settings["bytes_of"], **common)
-            }
+        plan = make_plan(
+            checkpoint,
+            specs,
+            _listed(settings["tasks"]),
+            [_integer(item) for item in _listed(settings["lengths"])],
+            _listed(settings["protocols"]),
+            samples=settings["samples"],
+            seed=seed,
+            sources=sources,
+            kv_share=kv_share,
+            batch=batch,
+            tuning=tuning,
+            seconds=seconds,
+        )
         lm = checkpoint.load(
             dtype=dtype,
             weights=weights,
@@ -156,7 +169,7 @@ def evaluate(
     for each in (found, paper):
         if each is not None:
             each.validate_for(lm.config, lm.fingerprint, lm.name)
-    for reason in dict.fromkeys(reason for plan in plans.values() for reason in plan.skipped):
+    for reason in plan.skipped:
         print(f"left out: {reason}", file=sys.stderr)
     texts = [(f"--tune-text {path}", read_text(path, "--tune-text")) for path in tune_text or ()]
     most = min(_CALIBRATION_TOKENS, lm.config.max_context)
@@ -165,39 +178,19 @@ def evaluate(
         for option, content in texts or [("--text", sources.user_text)]
     ]
     builder = Builder(lm, found, paper, lambda: encoded)
-    records = []
-    for part, plan in plans.items():
-        with progress(counted="samples") as report:
-            of_part = run_plan(
-                plan,
-                builder,
-                Results(folder / part),
-                lambda job, done, total: report(
-                    f"{job.method}: {job.task}, {job.length:,}, {job.protocol}", done, total
-                ),
-            )
-        records += [{**({"part": part} if part else {}), **record} for record in of_part]
+    with progress(counted="samples") as report:
+        records = run_plan(
+            plan,
+            builder,
+            Results(folder),
+            lambda job, done, total: report(f"{job.method}: {job.task}, {job.length:,}, {job.protocol}", done, total),
+        )
     if as_json:
         listed = [{name: value for name, value in record.items() if name != "samples"} for record in records]
         print_json({"folder": str(folder), "results": listed})
         return
-    for part in plans:
-        print((folder / part / "table.md").read_text(encoding="utf-8"), end="")
+    print((folder / "table.md").read_text(encoding="utf-8"), end="")
     print(f"Results: {folder}", file=sys.stderr)
-
-
-def _suite(name: str, data: Path, given: Mapping[str, Any], sources: Sources) -> tuple[dict[str, Any], Sources]:
-    """Settings of a suite, and its files."""
-    from tca_jax.lab.evaluation import SUITES
-
-    require_name(f"--suite {name}", name, SUITES)
-    for option in _FIXED:
-        fixed = f"--{option.replace('_', '-')} is fixed by --suite {name}"
-        require(option not in given, f"{fixed}: leave it out, or leave out --suite")
-    suite = SUITES[name]
-    lengths = ",".join(map(str, suite.lengths))
-    own = {"methods": suite.methods, "lengths": lengths, "samples": suite.samples, "out": Path("out") / name, **given}
-    return own, sources.complete(data, suite.needs)
 
 
 def _listed(text: str) -> list[str]:

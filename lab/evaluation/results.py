@@ -33,7 +33,7 @@ _TUNING = (
 )
 _ORIGIN = f"{_SUBSTITUTE} Not made from what the task's authors use, so not to be compared with published figures:"
 
-FORMAT = 2
+FORMAT = 3
 CONFIG = "config.json"
 TASKS = "results"
 TUNING = "tuning"
@@ -146,8 +146,11 @@ def table(
 ) -> str:
     """A summary, tables by length, protocol and suite, text tasks, tuning, and notes."""
     records, kv_share = _in_order(config, records), config["kv_share"]
-    held = "as each method has them" if kv_share is None else f"at most {kv_share:.0%} of full attention's"
-    held += " for the prompt alone" if config.get("bytes_of") == "prompt" else ""
+    held = (
+        "as each method has them"
+        if kv_share is None
+        else f"at most {kv_share:.0%} of full attention's for the prompt alone"
+    )
     mesh = f", on a mesh of {config['mesh']} devices (data x model)" if "mesh" in config else ""
     settings = f"{config['samples']} samples a task, seed {config['seed']}, {config['dtype']}{mesh}. Bytes: {held}."
     lines = [f"# {config['model']}", "", settings, ""]
@@ -203,7 +206,15 @@ def _question_table(records: Sequence[Record], title: str, *, seconds: bool) -> 
         label = method + (_OWN_BUDGET if any(record["own_budget"] for record in own) else "")
         mean = f"{means[method]:.1f}" if means else _NONE
         batch = str(max(record["batch"] for record in own))
-        rows.append([label, *(_score(of_task.get(task)) for task in tasks), mean, *costs, batch])
+        rows.append(
+            [
+                label,
+                *(f"{of_task[task]['score']:.1f}" if task in of_task else _NONE for task in tasks),
+                mean,
+                *costs,
+                batch,
+            ]
+        )
     times = ["prefill (s)", "from the question (s)", "ms per token"] if seconds else []
     heads = ["method", *(_marked(task, records) for task in tasks), f"mean of {len(_common_tasks(records))}"]
     heads += ["KV bytes", "kept", "attended", *times, "batch"]
@@ -299,13 +310,6 @@ def _mean_share(records: Sequence[Record], name: str) -> str:
 
 def _marked(task: str, records: Sequence[Record]) -> str:
     return task + (f" {_SUBSTITUTE}" if any(r["substitutes"] for r in records if r["task"] == task) else "")
-
-
-def _score(record: Record | None) -> str:
-    if record is None:
-        return _NONE
-    groups = "/".join(f"{score:.1f}" for score in record["groups"].values())
-    return f"{record['score']:.1f}" + (f" ({groups})" if len(record["groups"]) > 1 else "")
 
 
 def _section(title: str, explained: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

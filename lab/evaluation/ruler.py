@@ -1,8 +1,4 @@
-"""RULER (arXiv 2404.06654): its thirteen tasks as NVIDIA/RULER defines them, drawn offline for any tokenizer.
-
-The suite "kvpress" has the same tasks with the samples of kvpress's leaderboard (`Sources.kvpress`): 500 of each at
-4,096 tokens of LLaMA-3.1-8B, without a chat template.
-"""
+"""RULER (arXiv 2404.06654): its thirteen tasks as NVIDIA/RULER defines them, drawn offline for any tokenizer."""
 
 from __future__ import annotations
 
@@ -14,12 +10,11 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tca_jax.errors import explaining, require
 from tca_jax.lab.evaluation.samples import Drawing, Mark, Prompt, Sample, Task, asked_with_lead
-from tca_jax.lab.evaluation.sources import Sources, parquet_file, read_json_file
+from tca_jax.lab.evaluation.sources import Sources, read_json_file
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -406,32 +401,6 @@ def _choose(rng: random.Random, documents: Sequence[str], question: Question, si
     return chosen
 
 
-# The samples of kvpress's leaderboard.
-
-_COLUMNS = ["context", "question", "answer_prefix", "answer", "task"]
-
-
-def _draw_stored(drawing: Drawing, task: str) -> list[Sample]:
-    path = parquet_file(drawing.sources.kvpress, drawing.length)
-    rows = [row for row in _read_rows(path) if row["task"] == task][: drawing.count]
-    require(rows, f"--kvpress: {path} holds no sample of {task}")
-    samples = []
-    for row in [] if drawing.only_check else rows:
-        document, answers = row["context"], tuple(row["answer"])
-        placed = task.startswith("niah") and all(answer in document for answer in answers)
-        depths = tuple(document.find(answer) / len(document) for answer in answers) if placed else ()
-        samples.append(Sample(asked_with_lead(document, row["question"], row["answer_prefix"]), answers, depths))
-    return samples
-
-
-@functools.lru_cache(maxsize=1)
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    with explaining("kvpress's samples need pyarrow: pip install pyarrow", ImportError):
-        from pyarrow import ArrowException, parquet
-    with explaining(f"--kvpress: {path} is not of the form of kvpress's samples", ArrowException, OSError, KeyError):
-        return parquet.read_table(path, columns=_COLUMNS).to_pylist()
-
-
 TASKS = (
     _needles("niah_single_1", "noise"),
     _needles("niah_single_2", "essay"),
@@ -448,8 +417,4 @@ TASKS = (
         _task(name, 32, functools.partial(_questions, name=name, source=source), (source,), match_part)
         for name, source in (("qa_1", "squad"), ("qa_2", "hotpotqa"))
     ),
-)
-KVPRESS_TASKS = tuple(
-    Task(f"kvpress_{name}", "kvpress", tokens, functools.partial(_draw_stored, task=name), score, ("kvpress",))
-    for name, tokens, score in ((task.name, task.new_tokens, task.score) for task in TASKS)
 )

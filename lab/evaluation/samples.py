@@ -16,7 +16,6 @@ from tca_jax.engine.prompts import DocumentTemplate, Encoder, bucket_length, enc
 from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
-from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.recall.protocols import LATE_PREFIX, READ_FIRST, WITH_LEAD
 from tca_jax.methods.full import BASELINE
@@ -28,7 +27,6 @@ PREAMBLE_TOKENS = 64
 # Least room in the caches for answers: few sizes, so that tasks share programs; answers end earlier.
 _LEAST_ROOM = 128
 _LEAST_ROOM_BEHIND_A_QUESTION = 256
-_STRIDE = 16  # tokens between checks for stop strings
 _CACHE_SHARE = 0.25  # of the memory, for the caches of a batch; the rest is for weights, activations and copies
 _Encoded = list[tuple[list[int], list[int]]]
 _ARGUMENT = "a sample's prompt"
@@ -100,16 +98,11 @@ class Drawing:
 
     def too_short(self, task: str, least: int) -> DoesNotFit:
         """The error for a length below `least`."""
-        text = f"--lengths {self.length}: {task} needs at least {least} tokens of {self.lm.name}"
-        return DoesNotFit(text, least)
+        return DoesNotFit(f"--lengths {self.length}: {task} needs at least {least} tokens of {self.lm.name}")
 
 
 class DoesNotFit(UserError):
-    """A task has no sample of a length; `least` is the shortest length that it has samples of, None if unknown."""
-
-    def __init__(self, message: str, least: int | None = None) -> None:
-        super().__init__(message)
-        self.least = least
+    """A task has no sample of a length."""
 
 
 def batches(items: Sequence[Item], rows: int) -> Iterator[tuple[Sequence[Item], list[Item]]]:
@@ -130,9 +123,6 @@ class Task:
     draw: Callable[[Drawing], Sequence[Sample]]  # raises `DoesNotFit`
     score: Callable[[Sample, str, str], Mark]  # of a sample, an answer and a protocol
     needs: tuple[str, ...] = ()  # names of sources
-    stop: tuple[str, ...] = ()  # strings that end an answer
-    # Scores of subsets in percent, from samples and their scores; their mean is the task's score.
-    groups: Callable[[Sequence[Sample], Sequence[float]], Mapping[str, float]] = lambda samples, scores: {}
 
     def measure(
         self, lm: LM, samples: Sequence[Sample], protocol: str, batch: int, report: Callable[[int], None]
@@ -161,19 +151,14 @@ class Task:
                 }
             calls.append(costs)
             report(len(chosen))
-        scores = [each["score"] for each in found]
-        groups = dict(self.groups(samples, scores))
         means = {name: float(np.mean([costs[name] for costs in calls])) for name in calls[0]}
         means["compile_seconds"] *= len(calls)
-        score = float(np.mean(list(groups.values()))) if groups else 100 * float(np.mean(scores))
-        return {"metric": "%", "score": score, "groups": groups, **means, "batch": rows, "samples": found}
+        score = 100 * float(np.mean([each["score"] for each in found]))
+        return {"metric": "%", "score": score, **means, "batch": rows, "samples": found}
 
-    def call_sizes(self, lm: LM, samples: Sequence[Sample], protocol: str) -> CallSizes:
-        """Sizes of the calls of `measure`, in buckets, which tasks of one length share."""
-        prompts = [(len(document), len(question)) for document, question in _encoded(lm, samples, protocol)]
-        _, room = self._limits(lm, samples, protocol, max(map(sum, prompts)))
-        document, question = (max(part) for part in zip(*prompts, strict=True))
-        return CallSizes(bucket_length(document), room, bucket_length(question) if question else None)
+    def prompt_tokens(self, lm: LM, samples: Sequence[Sample], protocol: str) -> int:
+        """Tokens of the longest prompt, or document, in buckets, which tasks of one length share."""
+        return bucket_length(max(len(document) for document, _ in _encoded(lm, samples, protocol)))
 
     def _limits(self, lm: LM, samples: Sequence[Sample], protocol: str, tokens: int) -> tuple[int, int]:
         """Most new tokens of an answer, and room for them in the caches, after prompts of up to `tokens`."""
@@ -194,16 +179,16 @@ class Task:
             context,
             max_new_tokens=room,
             sampling=Sampling(),
-            min_new_tokens=1 if self.stop else 0,
+            min_new_tokens=0,
             seed=0,
-            stop=self.stop,
+            stop=(),
             stop_token_ids=None,
             backend="auto",
         )
         state = request.start()
         kept = output_of(request, state).stats.kept_share  # the first new token is in no cache yet
-        while not request.is_finished(state) and (left := limit - request.steps(state)) > 0:
-            state = request.advance(state, min(_STRIDE, left) if self.stop else left)
+        if not request.is_finished(state) and (left := limit - request.steps(state)) > 0:
+            state = request.advance(state, left)
         out, rows = output_of(request, state), len(prompts)
         read_seconds, compile_seconds = (context.prefill_seconds, context.compile_seconds) if context else (0.0, 0.0)
         return (

@@ -8,7 +8,6 @@ import hashlib
 import platform
 import random
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,6 @@ from tca_jax.errors import explaining, require
 from tca_jax.lab.recall.corpus import corpus
 from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS
 from tca_jax.models.json_object import read_json
-
-_FOLDERS = ("longbench", "kvpress")
-#: Names of the files that `Sources.complete` finds in a folder.
-FILES = {
-    "essays": ("PaulGrahamEssays.json",),
-    "squad": ("squad.json", "dev-v2.0.json"),
-    "hotpotqa": ("hotpotqa.json", "hotpot_dev_distractor_v1.json"),
-    "longbench": ("longbench", "data"),
-    "kvpress": (".",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,32 +78,17 @@ class Sources:
     essays: Path | None = None  # haystacks: plain text, or JSON with a "text", as RULER's download script writes it
     squad: Path | None = None  # SQuAD 2.0, JSON
     hotpotqa: Path | None = None  # HotpotQA (distractor setting), JSON
-    longbench: Path | None = None  # folder of LongBench's *_e.jsonl
     text: Path | None = None  # for loss
-    kvpress: Path | None = None  # folder of kvpress's samples of RULER, LENGTH/*.parquet
-
-    def complete(self, folder: Path, needed: Sequence[str]) -> Sources:
-        """Adds the files of `FILES` from a folder; ValueError if a needed one is missing."""
-        found = {}
-        for name in (name for name in needed if getattr(self, name) is None):
-            paths = [folder / file for file in FILES[name] if (folder / file).exists()]
-            names = " or ".join(FILES[name])
-            require(paths, f"--data {folder}: has no {names}: docs/evaluation.md names its origin")
-            found[name] = paths[0]
-        return dataclasses.replace(self, **found)
 
     def require_files(self) -> None:
-        """Raises OSError or UserError unless the named files and folders exist."""
-        for name, path in vars(self).items():
-            if isinstance(path, Path) and name in _FOLDERS:
-                require(path.is_dir(), f"--{name} {path}: must be a folder")
-            elif isinstance(path, Path):
+        """Raises OSError unless the named files exist."""
+        for path in (self.essays, self.squad, self.hotpotqa, self.text):
+            if path is not None:
                 path.open("rb").close()
 
-    def missing(self, name: str) -> str | None:
-        """The reason why a task cannot use a source; None if it can."""
-        lacks = name in ("squad", "hotpotqa", *_FOLDERS) and getattr(self, name) is None
-        return f"needs --{name} {'DIR' if name in _FOLDERS else 'FILE'}" if lacks else None
+    def lacks(self, name: str) -> bool:
+        """Whether a source is a file that the user did not name."""
+        return name in ("squad", "hotpotqa") and getattr(self, name) is None
 
     @functools.cached_property
     def essay_words(self) -> list[str]:
@@ -132,28 +106,15 @@ class Sources:
         return load_words()
 
     def origin(self, name: str) -> Origin:
-        """Origin of a source: a field's name, "words", or "longbench/qasper" for a file of the folder."""
+        """Origin of a source: a field's name, or "words"."""
         if name == "words":
             words = self.words
             return Origin(_digest("\n".join(words.singles).encode()), words.origin, words.substitute)
-        kind, _, file = name.partition("/")
-        path: Path | None = getattr(self, kind)
+        path: Path | None = getattr(self, name)
         if path is None:
             label = f"the source of Python {platform.python_version()}'s standard library"
             return Origin(_digest(corpus("held-out")), label, substitute=True)
-        if kind == "kvpress":
-            files = sorted(path.glob("*/*.parquet"))
-            return Origin(_digest(b"".join(file.read_bytes() for file in files)), "simonjegou/ruler")
-        path = path / f"{file}_e.jsonl" if file else path
         return Origin(_digest(path.read_bytes()), path.name)
-
-
-def parquet_file(folder: Path | None, length: int) -> Path:
-    """The file of kvpress's samples at a length."""
-    found = [] if folder is None else sorted((folder / str(length)).glob("*.parquet"))
-    one = len(found) == 1
-    require(one, f"{folder}/{length}: must hold one .parquet file with kvpress's samples, found {len(found)}")
-    return found[0]
 
 
 def _digest(data: bytes) -> str:

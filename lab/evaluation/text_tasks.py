@@ -1,4 +1,4 @@
-"""Loss of a text: inside it by position, and of its end over the cache of the rest."""
+"""Loss of a text: inside it, and of its end over the cache of the rest."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from tca_jax.engine.contexts import prefill
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import Encoder, encode_prompt
 from tca_jax.engine.score import score, score_answers
-from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, batches
 from tca_jax.models.sharding import DATA, axis_size
 
-#: Parts of a passage with a loss each.
-POSITIONS = 16
 _CONTINUED_TOKENS = 128  # at the end of a passage
 _CONTINUED_SHARE = 8  # of a passage at most 1 / this part
-_LEAST_TOKENS = 2 * POSITIONS
+_LEAST_TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +43,9 @@ class TextTask:
         starts = np.linspace(0, len(ids) - drawing.length, drawing.count).astype(int)
         return [begin + ids[start + len(begin) : start + drawing.length] for start in starts.tolist()]
 
-    def call_sizes(self, lm: LM, samples: Sequence[list[int]], protocol: str) -> CallSizes:
-        """Sizes of the context of a passage."""
-        return CallSizes(len(samples[0]) - _continued_tokens(len(samples[0])))
+    def prompt_tokens(self, lm: LM, samples: Sequence[list[int]], protocol: str) -> int:
+        """Tokens of the context of a passage."""
+        return len(samples[0]) - _continued_tokens(len(samples[0]))
 
     def measure(
         self, lm: LM, samples: Sequence[list[int]], protocol: str, batch: int, report: Callable[[int], None]
@@ -65,7 +62,6 @@ class TextTask:
                 {
                     "loss": float(-after.mean()),
                     "loss_inside": float(-logprobs.mean()),
-                    "by_position": [float(part.mean()) for part in np.array_split(-logprobs, POSITIONS)],
                     "attended_share": float(share),
                 }
                 for ((after,), logprobs, share), _ in zip(each, chosen, strict=False)

@@ -9,13 +9,12 @@ import pytest
 from tiny import TCA, write_checkpoint
 
 from tca_jax import Profile
-from tca_jax.lab.evaluation import Sources, make_plan, parse_methods, plan_suite, tuning
+from tca_jax.lab.evaluation import Sources, make_plan, parse_methods, tuning
 from tca_jax.lab.evaluation.ruler import TASKS
-from tca_jax.lab.evaluation.sources import parquet_file
 from tca_jax.loading import open_checkpoint
 
 NOISE_TASK = ["model", "--tasks=niah_single_1", "--lengths=1024", "--samples=2", "--batch=2", "--protocols=prefix"]
-SUITE = ["model", "--suite=late", "--methods=full,streaming:window=128", "--lengths=1024", "--data=data", "--samples=1"]
+SUITE = ["model", "--suite=late", "--methods=full,streaming:window=128", "--lengths=1024", "--samples=1"]
 TUNED = ["model", "--methods=full,tca,snapkv", "--tasks=loss", "--lengths=512", "--samples=1", "--kv-share=0.6"]
 TUNED += ["--trials=2", "--profile=profile", "--text=text.txt", "--tune=all", "--out=tuned"]
 
@@ -30,19 +29,11 @@ def run(*args):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A model, its profile, and the files of the suites."""
+    """A model, its profile, and a text."""
     folder = tmp_path_factory.mktemp("eval")
     write_checkpoint(folder / "model")
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
-    data = folder / "data"
-    data.mkdir()
-    (data / "PaulGrahamEssays.json").write_text(json.dumps({"text": "The quick brown fox jumps over the dog. " * 99}))
-    asked = {"question": "Who?", "answers": [{"text": "a person"}]}
-    question = {"context": "A person is here.", "qas": [asked, asked]}
-    (data / "dev-v2.0.json").write_text(json.dumps({"data": [{"paragraphs": [question]}]}))
-    pair = {"question": "Which?", "answer": "1", "context": [["Title", ["It is 1."]]]}
-    (data / "hotpotqa.json").write_text(json.dumps([pair, pair]))
     return folder
 
 
@@ -74,11 +65,11 @@ def test_second_run_adds_to_a_folder():
 
 @pytest.mark.slow
 def test_suite_runs_and_continues():
-    assert run(*SUITE, "--out=late") == Path("late/ruler-late/table.md").read_text()
+    assert run(*SUITE, "--out=late") == Path("late/table.md").read_text()
     finished = {path: path.stat().st_mtime_ns for path in records("late")}
     listed = json.loads(run(*SUITE, "--out=late", "--json"))["results"]
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
-    assert {(record["part"], record["protocol"]) for record in listed} == {("ruler-late", "late")}
+    assert {(record["suite"], record["protocol"]) for record in listed} == {("ruler", "late")}
     assert len(listed) == len(finished)
     assert (
         "was made with samples = 1, this run has 2" in commands.run("eval", *SUITE, "--out=late", "--samples=2").stderr
@@ -92,28 +83,22 @@ def test_suite_runs_and_continues():
         (["--methods="], "--methods is empty"),
         (["--methods=full,full"], "names 'full' twice"),
         (["--methods=paper", "--tasks=loss", "--lengths=128"], "no profile of the paper's hyperparameters"),
-        (["--tasks=niah"], "--tasks niah: must be one of ['2wikimqa'"),
+        (["--tasks=niah"], "--tasks niah: must be one of ['cwe'"),
         (["--tasks=vt,vt"], "--tasks names vt twice"),
         (["--protocols=suffix"], "--protocols suffix: must be one of ['late', 'late-prefix', 'preamble', 'prefix']"),
         (["--lengths=4k"], "--lengths 4k: must be numbers of tokens"),
         (["--lengths=8192"], "--lengths 8192: must lie in [1, 4096], positions of model"),
         (["--tasks=fwe", "--lengths=256"], "--lengths 256: fwe needs at least"),
         (["--tasks=qa_1", "--lengths=4096"], "qa_1: needs --squad FILE"),
-        (["--tasks=longbench"], "--tasks longbench: no task of it can be run: qasper: needs --longbench DIR"),
-        (["--tasks=longbench", "--longbench=text.txt"], "--longbench text.txt: must be a folder"),
+        (["--tasks=recall", "--lengths=128"], "--tasks recall: no task of it can be run: --lengths 128: recall_digits"),
         (["--squad=absent.json"], "absent.json: No such file or directory"),
         (["--kv-share=1.5"], "--kv-share = 1.5: must lie in (0, 1]"),
-        (["--bytes-of=answer", "--kv-share=0.5"], "--bytes-of answer: must be one of ['call', 'prompt']"),
-        (["--bytes-of=prompt"], "--bytes-of prompt: needs --kv-share"),
         (["--methods=tca", "--tasks=loss", "--lengths=128"], "--methods tca: needs --profile DIR"),
         (["--profile=absent"], "absent"),
         (["--out=text.txt/x"], "--out text.txt/x cannot be written"),
-        (["--suite=ruler"], "--suite ruler: must be one of ['late', 'leaderboard', 'paper']"),
+        (["--suite=ruler"], "--suite ruler: must be one of ['late', 'paper']"),
         (["--suite=paper", "--tasks=vt"], "--tasks is fixed by --suite paper: leave it out, or leave out --suite"),
-        (["--suite=leaderboard", "--kv-share=0.5"], "--kv-share is fixed by --suite leaderboard"),
-        (["--data=data"], "--data data: holds the files of a suite: name one with --suite"),
-        (["--suite=late", "--data=profile"], "--data profile: has no PaulGrahamEssays.json: docs/evaluation.md"),
-        (["--suite=paper", "--data=data"], "--data data: has no longbench or data"),
+        (["--suite=late", "--kv-share=0.5"], "--kv-share is fixed by --suite late"),
         (["--tune=full", "--kv-share=0.5"], "--tune full: has no options to search; must be all, or some of []"),
         (["--tune=cake", "--kv-share=0.5"], "--tune cake: is not among --methods; must be all, or some of []"),
         (["--tune=all", "--kv-share=0.5"], "--tune all: no method of --methods has options to search"),
@@ -138,37 +123,6 @@ def test_groups_skip_tasks_that_do_not_fit():
     assert any(reason.startswith("--lengths 4096: cwe needs at least") for reason in plan.skipped)
     jobs = plan.jobs()
     assert len(jobs) == len(set(jobs)) == 2 * sum(map(len, lengths.values()))
-
-
-def test_leaderboard_asks_full_attention_once(work):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
-    rows = [
-        {
-            "context": f"Text. One of the special magic numbers for a-b is: 1234{i}. More text. ",
-            "question": f"What is it, {task.name}? ",
-            "answer_prefix": "It is",
-            "answer": [f"1234{i}"],
-            "task": task.name,
-        }
-        for i in range(2)
-        for task in TASKS
-    ]
-    (work / "data" / "4096").mkdir()
-    parquet.write_table(pyarrow.Table.from_pylist(rows), work / "data" / "4096" / "test-00000-of-00001.parquet")
-    lm, sources = open_checkpoint("model"), Sources(kvpress=work / "data")
-    settings = {"sources": sources, "lengths": [4096], "samples": 2, "seed": 0, "batch": 2}
-    plans = plan_suite("leaderboard", lm, parse_methods("full,tova"), **settings)
-    asked = {folder: [spec.label for spec in plan.methods] for folder, plan in plans.items()}
-    assert asked == {"ratio-0": ["full"], **{f"ratio-{n}": ["tova"] for n in (0.25, 0.5, 0.75, 0.875)}}
-    assert [plan.kv_share for plan in plans.values()] == [None, 0.75, 0.5, 0.25, 0.125]
-    first, second = plans["ratio-0"].tasks[0][0].draw(plans["ratio-0"].drawing(lm, 4096))
-    prompt = first.prompts["late-prefix"]
-    assert (prompt.question, prompt.lead) == ("What is it, niah_single_1? ", "It is")
-    assert (first.references, second.references) == (("12340",), ("12341",))
-    with pytest.raises(ValueError, match=r"8192: must hold one \.parquet file with kvpress's samples, found 0"):
-        parquet_file(work / "data", 8192)
 
 
 # --- tuning ---

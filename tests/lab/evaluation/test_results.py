@@ -37,7 +37,6 @@ def results(tmp_path):
     [
         ({"seed": 1}, "seed = 0, this run has 1"),
         ({"kv_share": 0.25}, r"kv_share = null, this run has 0\.25"),
-        ({"bytes_of": "prompt"}, 'bytes_of = null, this run has "prompt"'),
         ({"methods": {"full": "b"}}, r'methods\[full\] = "a", this run has "b"'),
         ({"sources": {"words": {"sha256": "2", "label": "theirs"}}}, r"sources\[words\] = ours, this run has theirs"),
     ],

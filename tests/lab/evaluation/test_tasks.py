@@ -2,25 +2,23 @@
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
+import re
 import sys
 
-import numpy as np
 import pytest
 import tiny
 
 import tca_jax
 from tca_jax.engine.score import score_answers
-from tca_jax.lab.evaluation import longbench, recall_tasks, ruler, text_tasks
-from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Sample
+from tca_jax.lab.evaluation import recall_tasks, ruler, text_tasks
+from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing
 from tca_jax.lab.evaluation.sources import Sources, load_words
 from tca_jax.lab.recall.evaluation import draw_documents
 from tca_jax.lab.recall.protocols import chat_answer, chat_document, chat_question, completion
 from tca_jax.loading import open_checkpoint
 
 RULER = {task.name: task for task in ruler.TASKS}
-LONGBENCH = {task.name: task for task in longbench.TASKS}
 DIGITS, (LOSS,) = recall_tasks.TASKS[0], text_tasks.TASKS
 #: Lengths in bytes at which tasks fit the byte-level tokenizer, with digests of documents, questions, first words and
 #: answers. Templates are NVIDIA/RULER's at c3f5e3b.
@@ -100,8 +98,8 @@ def test_ruler_prompts_fill_their_length(draw, encoder, name):
     assert three[0] not in (three[1], *draw(name, count=1, seed=1))
     with pytest.raises(DoesNotFit, match=rf"--lengths 200: {name} needs at least \d+ tokens of recall-tiny") as raised:
         draw(name, length=200, only_check=True)
-    assert f"at least {raised.value.least} tokens" in str(raised.value)
-    assert len(draw(name, length=raised.value.least)) == 2
+    (least,) = re.findall(r"at least (\d+)", str(raised.value))
+    assert len(draw(name, length=int(least))) == 2
     assert draw(name, only_check=True) == []
 
 
@@ -126,78 +124,6 @@ def test_unfit_question_files_are_refused(draw, tmp_path):
         draw("qa_1", sources=Sources(squad=tmp_path / "list.json"))
     with pytest.raises(ValueError, match="--samples 9: --squad has 5 questions for qa_1"):
         draw("qa_1", count=9)
-
-
-# --- LongBench-E ---
-
-
-@pytest.fixture
-def drawn(encoder, tmp_path):
-    def drawn(name, length=8000):
-        common = {"answers": ["yes", "Paragraph 2"], "all_classes": ["yes", "no"]}
-        lines = [
-            {"input": f"{{question}} {i}", "context": f"start {i} {'{word} ' * 100 * (i + 1)}end {i}", "length": length}
-            for i, length in enumerate((100, 5000, 9000))
-        ]
-        (tmp_path / f"{name}_e.jsonl").write_text("\n".join(json.dumps(common | line) for line in lines))
-        return LONGBENCH[name].draw(Drawing(encoder, Sources(longbench=tmp_path), length, 3, 0))
-
-    return drawn
-
-
-def test_longbench_prompts_keep_their_text(drawn):
-    """Of all data sets; the prompt's last words are in the question where they are asked with it."""
-    prompts = [drawn(name)[0].prompts[protocol] for name in LONGBENCH for protocol in ("prefix", "late")]
-    texts = [f"{prompt.document}\0{prompt.question}\0{prompt.lead}\0{prompt.chat}" for prompt in prompts]
-    assert digest([*texts, *(str(task.new_tokens) for task in LONGBENCH.values())]) == "bd7d31339ddc"
-
-
-def test_long_documents_lose_their_middle(encoder, drawn):
-    samples = drawn("multifieldqa_en", length=1000)
-    assert longbench.by_length(samples, [0.5, 1.0, 0.25]) == {"0-4k": 50.0, "4-8k": 100.0, "8k+": 25.0}
-    prompt = samples[2].prompts["prefix"]
-    assert 900 < len(prompt.encode(encoder)) + 64 <= 1000
-    assert "start 2 {word}" in prompt.document
-    assert prompt.document.endswith("{word} end 2")
-    assert prompt.question.endswith("Question: {question} 2\nAnswer:")
-
-
-def test_unfit_longbench_files_are_named(encoder, tmp_path, monkeypatch):
-    drawing = Drawing(encoder, Sources(longbench=tmp_path), 8000, 3, 0)
-    with pytest.raises(ValueError, match=r"has no lcc_e.jsonl"):
-        LONGBENCH["lcc"].draw(drawing)
-    (tmp_path / "lcc_e.jsonl").write_text('{"input": ""}')
-    with pytest.raises(ValueError, match=r"lcc_e.jsonl, line 1: not of LongBench's form: 'context'"):
-        LONGBENCH["lcc"].draw(drawing)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"need rouge and rapidfuzz: pip install rouge rapidfuzz"):
-        longbench.require_libraries()
-
-
-@pytest.mark.parametrize(
-    ("name", "answer", "references", "expected"),
-    [
-        ("qasper", "The cat, sat!", ["a CAT sat"], 1),
-        ("qasper", "cat dog", ["bird", "cat"], 2 / 3),  # the best reference counts
-        ("qasper", "dog", ["cat"], 0),
-        ("passage_count", "4, or 5 of 4", ["4"], 2 / 3),
-        ("passage_count", "none", ["4"], 0),
-        ("passage_retrieval_en", "12 or 3", ["Paragraph 12"], 0.5),
-        ("trec", "\nFood and drink\nSport", ["Food and drink"], 1),  # the first line counts; part of a class does not
-        ("trec", "Food and drink, Sport", ["Sport"], 1 / 3),
-        ("trec", "Sport", ["Food"], 0),
-        ("samsum", "the cat sat", ["the cat sat"], 1),
-        ("gov_report", "", ["the cat"], 0),
-        ("lcc", "\n# a comment\nx = 1\ny = 2", ["x = 1"], 1),
-        ("lcc", "abcd", ["abxx"], 0.5),
-        ("lcc", "```", ["x"], 0),
-    ],
-)
-def test_longbench_answers_have_their_scores(name, answer, references, expected):
-    if needed := {"samsum": "rouge", "gov_report": "rouge", "lcc": "rapidfuzz"}.get(name):
-        pytest.importorskip(needed)
-    sample = Sample({}, tuple(references), source=(1, ("Food", "Food and drink", "Sport")))
-    assert LONGBENCH[name].score(sample, answer, "prefix").score == pytest.approx(expected, abs=1e-6)
 
 
 # --- recall ---
@@ -249,8 +175,6 @@ def test_text_losses_are_those_of_score(options):
     expected, document = tca_jax.score(lm, passage), passage[: -LENGTH // 8]
     losses = -expected.logprobs[0]
     assert found["values"]["loss_inside"] == pytest.approx(losses.mean(), abs=1e-5)
-    by_position = [part.mean() for part in np.array_split(losses, text_tasks.POSITIONS)]
-    np.testing.assert_allclose(found["samples"][0]["by_position"], by_position, atol=1e-5)
     behind = score_answers(lm, [document], [[passage[-LENGTH // 8 :]]])
     assert found["score"] == found["values"]["loss"] == pytest.approx(-behind.logprobs[0][0].mean(), abs=1e-5)
     assert found["attended_share"] == pytest.approx(expected.attended_share[0])
