@@ -20,7 +20,7 @@ from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.errors import require, require_name
 from tca_jax.lab.equal_bytes import CallSizes, held_share, with_bytes
 from tca_jax.lab.models import find, models_folder
-from tca_jax.lab.plots import kept_tokens, local_start, plot_selected_tokens, token_texts
+from tca_jax.lab.plots import plot_selected_tokens
 from tca_jax.lab.recall import Document, Question, build_document, is_correct
 from tca_jax.lab.recall.documents import hide
 from tca_jax.lab.recall.facts import Fact, draw_keys
@@ -118,7 +118,7 @@ class Exam:
     document: list[int]  # token ids
     asked: list[Question]  # in the order in which their facts stand
     texts: list[str]  # appended to the document for each question
-    fact_span: tuple[int, int]  # of the first question's fact: its first token, and the one past its last
+    fact: str  # the line of the first question's
 
 
 def choose_model(name: str | None = None) -> str:
@@ -179,15 +179,7 @@ def run_demo(
             answers.append(Answer(name, question.text, question.sentence, said, right, seconds))
     report("drawing the tokens that TCA keeps", None, None)
     out.mkdir(parents=True, exist_ok=True)
-    picture = plot_selected_tokens(
-        kept_tokens(tca, exam.document),
-        token_texts(tca, exam.document),
-        f"{tca.name}, {tca.method.name}",
-        out / "demo.png",
-        span=exam.fact_span,
-        block_size=tca.method.cache.block_size,
-        window_start=local_start(tca, len(exam.document)),
-    )
+    picture = plot_selected_tokens(tca, exam.document, out / "demo.png", around=exam.fact)
     return DemoResult(model, len(exam.document), window.method.cache.window, answers, readings, picture)
 
 
@@ -217,11 +209,9 @@ def _exam(checkpoint: Checkpoint, document: Document, questions: Sequence[Questi
     """The questions in the order in which their facts stand: the first ones are far outside a window."""
     frame = DocumentTemplate.of(checkpoint)
     asked = _in_order(document, questions)
-    fact = asked[0].facts[0]
-    ends = (document.place(fact), document.place(fact) + len(fact.line))
-    start, stop = (len(frame.document(checkpoint, document.text[:end], "document")) for end in ends)
     texts = [frame.question(question.text, follows_answer=False) for question in asked]
-    return Exam(frame.document(checkpoint, document.text, "document")[:tokens], asked, texts, (start, stop))
+    fact = asked[0].facts[0].line.strip()
+    return Exam(frame.document(checkpoint, document.text, "document")[:tokens], asked, texts, fact)
 
 
 def _in_order(document: Document, questions: Sequence[Question]) -> list[Question]:

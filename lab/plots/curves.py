@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, PercentFormatter
 
-from tca_jax.errors import UserError
 from tca_jax.lab.plots import figures
-from tca_jax.lab.recall.protocols import require_protocol
 
 BASELINE = "full"  # drawn as a dashed line
 MOST_CURVES = 6
 Point = tuple[str, float, float]  # method, x, y
-Models = Mapping[str, Mapping[str, Any]]  # name to {"tokens": 8192, "points": [{"method": "tca", ...}, ...]}
 
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # ticks of the logarithmic axis
 _RISES = (-0.01, 0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 10.0)
@@ -28,12 +24,12 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _LABELLED = 0.05  # of the longest bar: shorter stages have no room for their figure
 
 
-def plot_accuracy(panels: Mapping[str, Sequence[Point]], title: str, path: figures.PathLike) -> Path:
-    """Draws right answers against the bytes of the KV cache.
+def plot_accuracy(panels: Mapping[str, Sequence[Point]], path: figures.PathLike) -> Path:
+    """Draws right answers against the bytes of the KV cache: a curve a method, at most six.
 
     Args:
-        panels: By heading, points (method, share of full attention's bytes, share of right answers).
-        title: Of the picture.
+        panels: By heading, points (method, share of full attention's bytes, share of right answers), as
+            `results.accuracy_panels` reads them.
         path: PNG file to write.
     """
     widest = max(1.0, *(x for panel in panels.values() for _, x, _ in panel))
@@ -43,38 +39,17 @@ def plot_accuracy(panels: Mapping[str, Sequence[Point]], title: str, path: figur
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
-    return _draw(panels, title, set_axes, "right answers", path)
+    return _draw(panels, "Right answers by the KV cache that is held", set_axes, "right answers", path)
 
 
-def plot_keeping(models: Models, path: figures.PathLike, *, protocol: str = "late") -> Path:
-    """Draws right answers against the bytes of the KV cache: a panel a model, at most six methods.
-
-    Args:
-        models: By name, "points" with a "method", a "kv_share" and the share of right answers under `protocol`; points
-            that lack one are left out.
-        path: PNG file to write.
-        protocol: "late", "preamble" or "prefix".
-
-    Raises:
-        ValueError: there is no such protocol, or a model has no such point.
-    """
-    require_protocol(protocol)
-    panels = _panels(models, lambda point: (point["kv_share"], point[protocol]))
-    return plot_accuracy(panels, f"Right answers by the KV cache, {protocol} questions", path)
-
-
-def plot_reading(models: Models, path: figures.PathLike) -> Path:
-    """Draws loss inside the text, over full attention's, against the attended share, both on marked scales.
+def plot_reading(panels: Mapping[str, Sequence[Point]], path: figures.PathLike) -> Path:
+    """Draws loss inside the text against the attended share, both on marked scales: a curve a method, at most six.
 
     Args:
-        models: By name, "points" with a "method", an "attended_share", and the losses "inside" and "inside_full" in
-            nats per token; points that lack one are left out.
+        panels: By heading, points (method, attended share of causal pairs, increase over full attention's loss as a
+            share of it), as `results.reading_panels` reads them.
         path: PNG file to write.
-
-    Raises:
-        ValueError: a model has no such point.
     """
-    panels = _panels(models, lambda point: (point["attended_share"], point["inside"] / point["inside_full"] - 1))
     points = [point for panel in panels.values() for point in panel]
     least, highest = min(x for _, x, _ in points), max(_LINEAR, *(1.5 * y for *_, y in points))
 
@@ -126,29 +101,6 @@ def plot_latency(bars: Mapping[str, Mapping[str, float]], title: str, path: figu
     return figures.write(figure, path)
 
 
-def shown_methods(methods: Sequence[str]) -> list[str]:
-    """At most six methods: those with a color of their own first, in its table's order."""
-    ranks = {name: rank for rank, name in enumerate(figures.METHOD_COLORS)}
-    return sorted(dict.fromkeys(methods), key=lambda name: ranks.get(name, len(ranks)))[:MOST_CURVES]
-
-
-def _panels(models: Models, place: Callable[[Mapping[str, Any]], tuple[Any, Any]]) -> dict[str, list[Point]]:
-    """Points of each model, by its name and length, that have all numbers."""
-    panels: dict[str, list[Point]] = {}
-    for name, model in models.items():
-        points: list[Point] = []
-        for point in model["points"]:
-            try:
-                x, y = map(float, place(point))
-            except (KeyError, TypeError):  # a number is missing or None
-                continue
-            points.append((point["method"], x, y))
-        if not points:
-            raise UserError(f"models[{name!r}] has no point with the numbers of this picture")
-        panels[f"{name}, {model['tokens']:,} tokens" if "tokens" in model else name] = points
-    return panels
-
-
 def _draw(
     panels: Mapping[str, Sequence[Point]],
     title: str,
@@ -159,9 +111,10 @@ def _draw(
     """Panels side by side, a curve a method with its name at its end; the baseline is a dashed line."""
     figure = Figure(figsize=(1 + 4.6 * len(panels), 4.4), dpi=figures.DPI, layout="constrained")
     drawn = list(figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0])
-    methods = [method for points in panels.values() for method, *_ in points]
-    shown = shown_methods(methods)
-    left_out = len(set(methods)) - len(shown)
+    methods = list(dict.fromkeys(method for points in panels.values() for method, *_ in points))
+    ranks = {name: rank for rank, name in enumerate(figures.METHOD_COLORS)}
+    shown = sorted(methods, key=lambda name: ranks.get(name, len(ranks)))[:MOST_CURVES]
+    left_out = len(methods) - len(shown)
     figure.suptitle(title + (f" ({left_out} more methods in the file)" if left_out else ""), parse_math=False)
     for axes, (heading, points) in zip(drawn, panels.items(), strict=True):
         for method in shown:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,71 +17,73 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ft2font import FT2Font
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 from matplotlib.transforms import Affine2D
 
-from tca_jax.errors import UserError
+from tca_jax.engine.lm import LM
+from tca_jax.engine.prompts import Prompt, encode_prompt, token_text
+from tca_jax.errors import require
 from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR
-from tca_jax.lab.plots.heads import draw_rows
+from tca_jax.lab.plots.inspection import kept_tokens
 
 _COLUMNS = 110  # characters of a line
 _LINES = 24
-_BEFORE = 8  # lines of a page above a marked span
+_BEFORE = 440  # characters of a page above a marked span, about
 _FONT = FontProperties(family="monospace", size=8)
 _ADVANCE = 0.602 * 8 / 72  # inches of a character of that font, DejaVu Sans Mono's 1233 of 2048 units
 _LINE_HEIGHT = 0.165  # inches
-_MARGIN, _RIGHT = 0.75, 1.35  # inches: labels left of the page, a color bar right of it
 _MOST_BLOCKS = 512  # columns of the overview: as many as it has pixels for
 Line = list[tuple[str, int]]  # characters with the token of each
+Span = tuple[int, int]  # a first token, and the one past the last
 
 
 def plot_selected_tokens(
-    kept: Bool[np.ndarray, "layers Hkv L"],
-    tokens: Sequence[str],
-    name: str,
-    path: figures.PathLike,
-    *,
-    start: int = 0,
-    span: tuple[int, int] | None = None,
-    layer: int | None = None,
-    head: int | None = None,
-    block_size: int = 128,
-    window_start: int | None = None,
+    lm: LM, prompt: Prompt | Sequence[int], path: figures.PathLike, *, start: int = 0, around: str | None = None
 ) -> Path:
     """Draws the share that every head keeps of each block of a prompt, and a page of the text, shaded by kept tokens.
 
+    Heads that keep all of the prompt do not count in the shades, unless they alone keep a token of the outlined line.
+
     Args:
-        kept: The tokens of a prompt that each head keeps, from `kept_tokens`.
-        tokens: Text of each of the L tokens, from `token_texts`.
-        name: Name of the model and its method in the title.
+        lm: A model with a tokenizer, under any method.
+        prompt: A string, a chat or token ids.
         path: PNG file to write.
         start: First token of the page, which has 24 lines of 110 characters.
-        span: Tokens to outline, first and past the last; the page then begins some lines before them.
-        layer: Shade the page by the heads of this layer alone. Heads that keep all of the prompt do not count, unless
-            they alone keep a token of the span.
-        head: Shade it by this KV head alone.
-        block_size: Tokens in a cell of the overview; more where there would be over 512 cells.
-        window_start: First token of the local window, to be marked.
+        around: Words whose first line is outlined; the page then begins some lines before it.
 
     Raises:
-        ValueError: `tokens` does not have the prompt's length, or `start`, `span`, `layer` or `head` does not exist.
+        ValueError: the model has no tokenizer, the prompt is too long or not allowed, it has no token `start`, or
+            these words are not in it.
     """
+    require(lm.tokenizer is not None, f"{lm.name} has no tokenizer: its tokens have no text")
+    ids, policy = encode_prompt(lm, prompt), lm.method.cache
+    texts = [token_text(lm.tokenizer, token) for token in ids]
+    require(0 <= start < len(ids), f"start = {start}: must lie in [0, {len(ids) - 1}]")
+    span = None if around is None else find_line(around, texts)
+    window_start = policy.num_ranked_blocks(len(ids)) * policy.block_size
+    figure = draw(kept_tokens(lm, ids), texts, start, span, policy.block_size, window_start)
+    title = f"Kept tokens of a prompt of {len(ids):,}"
+    figure.suptitle(figures.titled(title, f"{lm.name}, {lm.method.name}"), parse_math=False)
+    return figures.write(figure, path)
+
+
+def draw(
+    kept: Bool[np.ndarray, "layers Hkv L"],
+    texts: Sequence[str],
+    start: int = 0,
+    span: Span | None = None,
+    block_size: int = 128,
+    window_start: int = 0,
+) -> Figure:
+    """The overview of all heads over a page of the text."""
     layers, heads, num_tokens = kept.shape
-    if len(tokens) != num_tokens:
-        raise UserError(f"tokens has {len(tokens)} entries: must have one for each of the {num_tokens} in kept")
-    bounds = (("start", start, num_tokens), ("layer", layer, layers), ("head", head, heads))
-    for option, value, most in (*bounds, ("span", span and span[1] - 1, num_tokens)):
-        if value is not None and not 0 <= value < most:
-            raise UserError(f"{option} = {value}: must lie in [0, {most - 1}]")
-    if span is not None:
-        start = _page_start(tokens, span[0])
-    of_layers, of_heads = (slice(None) if n is None else slice(n, n + 1) for n in (layer, head))
-    counted = _sparse(kept[of_layers, of_heads], span)
-    lines, shown = lay_out(tokens[start:])
-    overview_height = float(np.clip(0.4 + 0.07 * layers * heads, 1.6, 4))
-    figure, overview, page, bar = _panels(overview_height, len(lines) * _LINE_HEIGHT)
-    figure.suptitle(figures.titled(f"Kept tokens of a prompt of {num_tokens:,}", name), parse_math=False)
+    start = start if span is None else _page_start(texts, span[0])
+    counted, lines = _sparse(kept, span), lay_out(texts[start:])
+    shown = lines[-1][-1][1] + 1
+    heights = [float(np.clip(0.4 + 0.07 * layers * heads, 1.6, 4)), _LINES * _LINE_HEIGHT]
+    figure = Figure(figsize=(_COLUMNS * _ADVANCE + 2.1, sum(heights) + 1.8), dpi=figures.DPI, layout="constrained")
+    overview, page = figure.subplots(2, height_ratios=heights)
     _draw_overview(overview, kept, max(block_size, -(-num_tokens // _MOST_BLOCKS)), window_start)
     overview.axvspan(start, start + shown, ymax=0.02, color="#404040")
     shades = _draw_page(page, lines, counted.mean(axis=0)[start:])
@@ -92,55 +93,50 @@ def plot_selected_tokens(
             if marked := [i for i, (_, token) in enumerate(line) if span[0] <= start + token < span[1]]:
                 corner, width = (marked[0], number), marked[-1] + 1 - marked[0]
                 page.add_patch(Rectangle(corner, width, 1, fill=False, edgecolor=MARK_COLOR))
-    whose = "".join(f"{part} {n}, " for part, n in (("layer", layer), ("KV head", head)) if n is not None)
     title = f"Tokens {start:,} to {start + shown - 1:,}, shaded by the heads that keep them"
-    page.set_title(f"{title} ({whose}{len(counted)} of {layers * heads} heads)", fontsize=10)
-    figure.colorbar(shades, cax=bar, format=PercentFormatter(1.0)).set_label("heads that keep the token")
-    return figures.write(figure, path)
+    page.set_title(f"{title} ({len(counted)} of {layers * heads} heads)", fontsize=10)
+    bar = figure.colorbar(shades, ax=page, pad=0.01, format=PercentFormatter(1.0))
+    bar.set_label("heads that keep the token")
+    return figure
 
 
-def _sparse(kept: Bool[np.ndarray, "layers Hkv L"], span: tuple[int, int] | None) -> Bool[np.ndarray, "heads L"]:
+def find_line(words: str, texts: Sequence[str]) -> Span:
+    """The tokens of the first line with these words."""
+    text = "".join(texts)
+    found = text.find(words)
+    require(found >= 0, f"around = {words!r}: these words are not in the text")
+    start, end = text.rfind("\n", 0, found) + 1, text.find("\n", found)
+    places = np.cumsum([0, *map(len, texts)])
+    first = np.searchsorted(places, start, side="right") - 1
+    return int(first), int(np.searchsorted(places, len(text) if end < 0 else end))
+
+
+def _sparse(kept: Bool[np.ndarray, "layers Hkv L"], span: Span | None) -> Bool[np.ndarray, "heads L"]:
     """The heads that drop a token, which alone distinguish tokens; all where none of these keeps the span."""
     rows = kept.reshape(-1, kept.shape[-1])
     drops = rows[~rows.all(axis=-1)]
     return drops if len(drops) and (span is None or drops[:, slice(*span)].any()) else rows
 
 
-def _page_start(tokens: Sequence[str], marked: int) -> int:
+def _page_start(texts: Sequence[str], marked: int) -> int:
     """A token some lines before a marked one, at the beginning of a line where there is one."""
-    start, characters = marked, 0
-    while start > 0 and characters < _BEFORE * _COLUMNS // 2:
-        start -= 1
-        characters += len(tokens[start])
-    ends = [i + 1 for i in range(start, marked) if "\n" in tokens[i]]
-    return ends[0] if ends and start else start
+    before = np.cumsum([len(text) for text in reversed(texts[:marked])])
+    start = marked - int((before < _BEFORE).sum())
+    return next((i + 1 for i in range(start, marked) if start and "\n" in texts[i]), start)
 
 
-def lay_out(tokens: Sequence[str]) -> tuple[list[Line], int]:
-    """Breaks text into the lines of a page; also how many tokens, all complete, are on the page."""
+def lay_out(texts: Sequence[str]) -> list[Line]:
+    """The lines of a page of text."""
     lines: list[Line] = [[]]
-    shown = len(tokens)
-    for index, token in enumerate(tokens):
-        for text in _cut(token):
-            for first in range(0, len(text), _COLUMNS):
-                part = text[first : first + _COLUMNS]
-                if len(lines[-1]) + len(part) > _COLUMNS:
-                    lines.append([])
-                lines[-1] += [(char, index) for char in part]
-            if text.endswith("↵"):
+    for index, text in enumerate(texts):
+        shown = text.replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    ").replace("\n", "↵")
+        for char in shown or "□":
+            if len(lines[-1]) == _COLUMNS or (lines[-1] and lines[-1][-1][0] == "↵"):
+                if len(lines) == _LINES:
+                    return lines
                 lines.append([])
-        if index and len(lines) - (not lines[-1]) > _LINES:
-            lines = [[each for each in line if each[1] < index] for line in lines]
-            shown = index
-            break
-    return [line for line in lines if line], shown
-
-
-def _cut(token: str) -> list[str]:
-    """The token as it is drawn, cut after each end of a line."""
-    shown = token.replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    ").replace("\n", "↵")
-    shown = "".join(char if ord(char) in _drawable() else "□" for char in shown) or "□"
-    return re.findall("[^↵]*↵|[^↵]+", shown)
+            lines[-1].append((char if ord(char) in _drawable() else "□", index))
+    return lines
 
 
 @functools.cache
@@ -149,28 +145,20 @@ def _drawable() -> frozenset[int]:
     return frozenset(FT2Font(font_manager.findfont("monospace")).get_charmap())
 
 
-def _panels(overview: float, page: float) -> tuple[Figure, Axes, Axes, Axes]:
-    """A figure with an overview over a page, and a color bar beside this; sizes are in inches."""
-    text = _COLUMNS * _ADVANCE
-    width, height = _MARGIN + text + _RIGHT, overview + page + 2.1
-    figure = Figure(figsize=(width, height), dpi=figures.DPI)
-    places = (
-        (_MARGIN, page + 1.25, text, overview),
-        (_MARGIN, 0.25, text, page),
-        (_MARGIN + text + 0.15, 0.25, 0.15, page),
-    )
-    above, below, bar = (figure.add_axes((x / width, y / height, w / width, h / height)) for x, y, w, h in places)
-    return figure, above, below, bar
-
-
-def _draw_overview(
-    axes: Axes, kept: Bool[np.ndarray, "layers Hkv L"], block_size: int, window_start: int | None
-) -> None:
-    """Colored by the share of every block that the head keeps."""
-    layers, _, num_tokens = kept.shape
+def _draw_overview(axes: Axes, kept: Bool[np.ndarray, "layers Hkv L"], block_size: int, window_start: int) -> None:
+    """A row a head, those of a layer side by side, colored by the share of every block that the head keeps."""
+    layers, heads, num_tokens = kept.shape
     edges = np.append(np.arange(0, num_tokens, block_size), num_tokens)
     share = np.add.reduceat(kept.reshape(-1, num_tokens), edges[:-1], axis=1, dtype=np.float64) / np.diff(edges)
-    draw_rows(axes, edges, share, layers, cmap=KEPT_COLORS, vmin=0, vmax=1)
+    axes.pcolormesh(edges, np.arange(len(share) + 1), share, cmap=KEPT_COLORS, vmin=0, vmax=1)
+    axes.set_ylim(len(share), 0)
+    axes.hlines(np.arange(1, layers) * heads, 0, num_tokens, color="white", linewidth=1)
+    step = -(-layers // 16)
+    axes.set_yticks((np.arange(0, layers, step) + 0.5) * heads, [str(i) for i in range(0, layers, step)])
+    axes.set_ylabel("layer, a row a KV head" if heads > 1 else "layer")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
     axes.set_xlabel("token position (the bar beneath: the page below)")
     window = f"; the local window begins at {window_start:,}" if window_start else ""
     axes.set_title(f"Share kept of each block of {block_size} tokens{window}", fontsize=10)
@@ -186,7 +174,7 @@ def _draw_page(axes: Axes, lines: list[Line], share: np.ndarray) -> QuadMesh:
     colors = ListedColormap(colormaps[KEPT_COLORS](np.linspace(0, 0.6, 256)))  # black letters stand out from all
     edges = np.arange(_COLUMNS + 1), np.arange(len(lines) + 1)
     shades = axes.pcolormesh(*edges, grid, cmap=colors, vmin=0, vmax=max(np.nanmax(grid), 1e-9))
-    axes.set(xlim=(0, _COLUMNS), ylim=(len(lines), 0))
+    axes.set(xlim=(0, _COLUMNS), ylim=(_LINES, 0))
     axes.set_axis_off()
     for number, line in enumerate(lines):
         if text := "".join(char for char, _ in line).rstrip():

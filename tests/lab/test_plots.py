@@ -5,19 +5,15 @@ import json
 import re
 
 import commands
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from tiny import TCA, random_prompt, tiny_lm, write_checkpoint
+from tiny import TCA, write_checkpoint
 
-import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.lab import plots
 from tca_jax.lab.benchmarks.models import CONFIGS
-from tca_jax.lab.commands.plots import _span_of
-from tca_jax.lab.plots import results
+from tca_jax.lab.plots import results, selected
 from tca_jax.lab.plots.figures import METHOD_COLORS
 from tca_jax.loading import checkpoint_folder
 
@@ -29,57 +25,45 @@ def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
-# --- budgets, attention, selected -------------------------------------------------------------------
+# --- budgets, selected ------------------------------------------------------------------------------
 
 
 def test_budgets_have_a_number_in_each_cell(figures):
     share = np.array([[0.0, 0.5], [1.0, 0.25]])
-    nats = np.array([[250.0, 0.5], [np.nan, 1e-9]])
-    worth = [plots.WorthMap("Worth", nats, nats > 1), plots.WorthMap("None", nats * np.nan, nats > 1)]
-    plots.plot_kept_share(share, 4096, "tiny", "unused.png", prefill_share=share / 2, worth=worth)
-    kept, read, measured = figures[0].axes[:3]
+    plots.plot_kept_share(share, 4096, "tiny", "unused.png", prefill_share=share / 2)
+    kept, read = figures[0].axes[:2]
     assert kept.get_title() == "KV cache kept after 4,096 tokens: 43.8% on average (tiny)"
     assert texts(kept) == ["0%", "50%", "100%", "25%"]
     assert texts(read) == ["0%", "25%", "50%", "12%"]
-    assert texts(measured) == ["250", "0.5", ""]  # no exponent at 250
-    assert len(measured.patches) == 1  # the chosen head
 
 
-def test_selected_shades_heads_and_outlines_a_span(figures):
+def test_selected_shades_heads_and_outlines_a_span():
     kept = np.zeros((2, 2, 500), bool)
     kept[:, :, 432:] = True
     kept[0, 0] = True  # dense: does not count
     kept[1, :, 100:110] = True
-    plots.plot_selected_tokens(kept, "x" * 500, "tiny", "unused.png", block_size=16, window_start=432)
-    _, page, _ = figures[-1].axes
+    page = selected.draw(kept, "x" * 500, block_size=16, window_start=432).axes[1]
     assert "(3 of 4 heads)" in page.get_title()
     shades = page.collections[0].get_array().reshape(-1)
     np.testing.assert_allclose(shades[100:110], 2 / 3)
-    plots.plot_selected_tokens(kept, "x" * 500, "tiny", "unused.png", layer=0, span=(200, 209))
-    _, page, _ = figures[-1].axes
-    assert "layer 0, 2 of 4 heads" in page.get_title()  # the dense head alone keeps the span
+    page = selected.draw(kept, "x" * 500, span=(200, 209)).axes[1]
+    assert "(4 of 4 heads)" in page.get_title()  # the dense head alone keeps the span
     outlined = [patch for patch in page.patches if not patch.get_fill()]
     assert sum(patch.get_width() for patch in outlined) == 9
 
 
 def test_the_line_with_words():
     lines = [f"line {i} of many\n" for i in range(60)]
-    assert _span_of("40 of", lines) == (40, 41)
-    assert _span_of("59", list("".join(lines))) == (sum(map(len, lines[:59])), sum(map(len, lines)) - 1)
-    assert _span_of("line 0", ["line 0"]) == (0, 1)
+    assert selected.find_line("40 of", lines) == (40, 41)
+    assert selected.find_line("59", list("".join(lines))) == (sum(map(len, lines[:59])), sum(map(len, lines)) - 1)
+    assert selected.find_line("line 0", ["line 0"]) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        *(("tokens", "x" * 9, "tokens has 9 entries"), ("start", 500, r"start = 500: must lie in \[0, 499\]")),
-        *(("layer", 6, "layer = 6"), ("head", -1, "head = -1"), ("span", (490, 501), "span = 500")),
-    ],
-)
-def test_wrong_arguments_of_selected(option, value, message):
-    arguments = {"tokens": "x" * 500, "name": "tiny", "path": "unused.png", option: value}
-    with pytest.raises(ValueError, match=message):
-        plots.plot_selected_tokens(np.zeros((6, 2, 500), bool), **arguments)
+def test_a_page_is_cut_at_ends_of_lines():
+    lines = selected.lay_out(["a\n\tb", "", "\U0001f600", *["x" * 70] * 50])
+    assert ["".join(char for char, _ in line) for line in lines[:2]] == ["a↵", "    b□□" + "x" * 103]
+    assert [len(line) for line in lines[1:]] == [110] * 23
+    assert lines[1][4:9] == [("b", 0), ("□", 1), ("□", 2), ("x", 3), ("x", 3)]
 
 
 # --- curves and bars --------------------------------------------------------------------------------
@@ -91,20 +75,21 @@ def point(method, share=0.3, **numbers):
 
 
 FULL = point("full", 1.0, inside=0.5, late=1.0)
-MODELS = {
-    name: {"tokens": 8192, "points": [FULL, point("tca", 0.5), point("tca", 0.2, late=0.8), point("snapkv", late=None)]}
-    for name in ("one", "two")
-}
+POINTS = [FULL, point("tca", 0.5), point("tca", 0.2, late=0.8), point("snapkv", late=None)]
+MODELS = {"models": {name: {"tokens": 8192, "points": POINTS} for name in ("one", "two")}}
 
 
 def lines_of(axes):
     return {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
 
 
-def test_curves_keep_their_color(figures):
-    plots.plot_reading(MODELS, "unused.png")
-    plots.plot_keeping(MODELS, "unused.png")
+def test_curves_keep_their_color(figures, tmp_path):
+    path = tmp_path / "curves.json"
+    path.write_text(json.dumps(MODELS))
+    plots.plot_reading(results.reading_panels(path), "unused.png")
+    plots.plot_accuracy(results.accuracy_panels(path, "late"), "unused.png")
     reading, keeping = (lines_of(figure.axes[0]) for figure in figures)
+    assert [axes.get_title() for axes in figures[1].axes] == [f"{name}, 8,192 tokens, late" for name in ("one", "two")]
     assert list(reading) == ["full", "tca", "snapkv"]
     assert list(keeping) == ["full", "tca"]  # without the point that has no answers
     assert {name: line.get_color() for name, line in keeping.items()} == {n: METHOD_COLORS[n] for n in ("full", "tca")}
@@ -117,10 +102,10 @@ def test_curves_keep_their_color(figures):
 
 def test_at_most_six_curves(figures):
     names = ["zz", "quest", "snapkv", "keydiff", "streaming", "kvzip", "duoattention", "tca", "full", "tca"]
-    plots.plot_accuracy({"late": [(name, 0.1 * i, 0.5) for i, name in enumerate(names)]}, "Answers", "unused.png")
+    plots.plot_accuracy({"late": [(name, 0.1 * i, 0.5) for i, name in enumerate(names)]}, "unused.png")
     shown = ["full", "tca", "duoattention", "kvzip", "keydiff", "snapkv"]  # those with a color of their own first
     assert list(lines_of(figures[0].axes[0])) == shown
-    assert figures[0].get_suptitle() == "Answers (3 more methods in the file)"
+    assert figures[0].get_suptitle().endswith(" (3 more methods in the file)")
 
 
 LAYER = {"model": next(iter(CONFIGS)), "tokens": 131072, "kept": 0.2, "attention": "TCA 0.2", "backend": "triton"}
@@ -136,8 +121,8 @@ def test_bars_have_the_same_parts():
     other = {"rows": [*WHOLE["rows"], CALL | {"attention": "TCA", "kept": 0.5, "TTFT s": 7.0}]}
     for stages in results.latency_bars({"a": LAYERS, "b": other}).values():  # one cannot be split: none is
         assert list(stages) == [results.READING, "decoding 256 tokens"]
-    with pytest.raises(ValueError, match="tokens = 7: none of these results is of that prompt length"):
-        results.latency_bars({"a": LAYERS}, tokens=7)
+    with pytest.raises(ValueError, match="a: no times of models or calls"):
+        results.latency_bars({"a": LAYERS})
     with pytest.raises(ValueError, match="c: must be a result of"):
         results.latency_bars({"c": {"rows": []}})
 
@@ -150,42 +135,16 @@ def test_accuracy_of_a_folder_is_of_common_tasks(tmp_path):
         path.write_text(json.dumps({**record, "kv_cache_bytes": 10 * length, "full_kv_cache_bytes": 40 * length}))
     (tmp_path / "results" / "tca" / "loss-64-text.json").write_text('{"protocol": "text"}')
     (tmp_path / "results" / "tca" / ".b-64-late.1.json").write_text('{"method": ')  # of a run that was killed
-    assert results.accuracy_panels(tmp_path) == {"late": [("full", 0.25, 0.9), ("tca", 0.25, 0.8)]}
+    assert results.accuracy_panels(tmp_path) == {"64 tokens, late": [("full", 0.25, 0.9), ("tca", 0.25, 0.8)]}
 
 
-@pytest.mark.parametrize("read", [results.model_points, results.accuracy_panels])
+@pytest.mark.parametrize("read", [results.reading_panels, results.accuracy_panels])
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"models": {"m": {"points": [{"knob": "x"}]}}}'])
 def test_files_without_results_are_named(read, text, tmp_path):
     path = tmp_path / "r.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=str(path)):
         read(path)
-
-
-# --- inspection -------------------------------------------------------------------------------------
-
-
-def dense_attention(lm: tca_jax.LM, ids: list[int]) -> np.ndarray:
-    """Column sums of every layer's attention matrix, mean over the query heads of a KV head."""
-    sums = []
-
-    def attention(layer, q, k, v, state):
-        length, group = q.shape[1], q.shape[2] // k.shape[2]
-        scores = jnp.einsum("blhd,bmhd->bhlm", q, jnp.repeat(k, group, axis=2)) / q.shape[-1] ** 0.5
-        mass = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf))
-        sums.append(mass.sum(axis=2)[0].reshape(-1, group, length).mean(axis=1))
-        return jnp.einsum("bhlm,bmhd->blhd", mass, jnp.repeat(v, group, axis=2)), None
-
-    lm.decoder(jnp.asarray([ids]), jnp.arange(len(ids))[None], attention, (None,) * lm.config.num_layers)
-    return np.stack(sums)
-
-
-def test_attention_received_is_full_attentions():
-    lm, ids = tiny_lm(), random_prompt(0, 70)
-    received = plots.attention_received(lm.with_method("streaming", window=16, block_size=8), ids)
-    np.testing.assert_allclose(received, dense_attention(lm, ids), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"prompt has 4097 tokens: tiny has 4096 positions"):
-        plots.attention_received(lm, [1] * 4097)
 
 
 # --- commands ---------------------------------------------------------------------------------------
@@ -197,7 +156,7 @@ def work(tmp_path_factory):
     write_checkpoint(folder / "model")
     (folder / "text.txt").write_text(TEXT)
     Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
-    (folder / "curves.json").write_text(json.dumps({"models": MODELS}))
+    (folder / "curves.json").write_text(json.dumps(MODELS))
     (folder / "call.json").write_text(
         json.dumps({"stats": {"new_tokens": [4], "prefill_seconds": 1.0, "seconds_per_token": 0.1}})
     )
@@ -210,11 +169,9 @@ def work(tmp_path_factory):
     [
         ("budgets", "profile", "--tokens=64"),
         ("selected", "model", "--file=text.txt", "--profile=profile", "--question=why?", "--around=fox"),
-        ("attention", "model", "--file=text.txt", "--max-tokens=64"),
         ("latency", "call.json"),
         ("accuracy", checkpoint_folder("recall-tiny") / "evaluation.json"),
         ("reading", "curves.json"),
-        ("keeping", "curves.json"),
     ],
     ids=lambda args: args[0],
 )
@@ -232,10 +189,12 @@ def test_commands_write_pictures(args, work, tmp_path, monkeypatch):
     [
         (("selected", "model", "--file=text.txt", "--around=cat"), r"--around 'cat': these words are not in the text"),
         (("latency", "text.txt"), r"text.txt is not valid JSON"),
-        (("attention", "model", "--file=text.txt", "--dtype=int8"), r"^--dtype int8: must be float32"),
+        (("selected", "model", "--file=text.txt", "--start=999"), r"^--start 999: must lie in \[0, "),
+        (("selected", "model", "--file=text.txt", "--dtype=int8"), r"^--dtype int8: must be float32"),
+        (("selected", "missing", "--file=missing", "--out=new/map.jpg"), r"^--out new/map.jpg: pictures are PNG files"),
         (
-            ("attention", "missing", "--file=missing", "--out=new/map.jpg"),
-            r"^--out new/map.jpg: pictures are PNG files",
+            ("accuracy", "curves.json", "--protocol=early"),
+            r"curves.json: holds no accuracy of methods under protocol",
         ),
     ],
     ids=str,
