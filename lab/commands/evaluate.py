@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tca_jax.loading import Checkpoint
 
 _CALIBRATION_TOKENS = 8192  # of a text for calibration
+_TRIALS = 15  # of each tuned method
 #: Defaults without --suite.
 DEFAULTS: Mapping[str, Any] = {
     "methods": "full,tca",
@@ -86,7 +87,7 @@ def evaluate(
     tune: Annotated[
         str | None, _option("Methods whose options are searched on calibration texts, or all.", "none")
     ] = None,
-    trials: Annotated[int | None, _option("Trials of each tuned method.", "TCA's candidates, 15", min=1)] = None,
+    trials: Annotated[int | None, _option("Trials of each tuned method.", "15", min=1)] = None,
     tune_text: Annotated[
         list[Path] | None, _option("Calibration texts, one sequence each.", "the start of --text")
     ] = None,
@@ -134,7 +135,11 @@ def evaluate(
     folder, specs = settings["out"], parse_methods(settings["methods"])
     untuned = tune is None and (trials is not None or tune_text)
     require(not untuned, "--trials and --tune-text say how to tune: they need --tune")
-    tuning = None if tune is None else make_tuning(parse_labels(tune), specs, trials, kv_share)
+    tuning = (
+        None
+        if tune is None
+        else make_tuning(parse_labels(tune), specs, trials=trials or _TRIALS, kv_share=kv_share, seed=seed)
+    )
     require_writable(folder, "--out")
     with naming_options("dtype", "weights", "kv"):
         check_dtype(dtype)

@@ -68,15 +68,6 @@ class Builder:
     texts: Callable[[], Sequence[Sequence[int]]]  # token ids, for methods that measure texts first
     _found: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
-    def measured(self) -> dict[str, list[float]]:
-        """Options measured on texts."""
-        return {option: np.asarray(value).tolist() for option, value in self._found.items()}
-
-    def remember(self, measured: Mapping[str, list[float]]) -> None:
-        """Takes the options of an earlier run: another measurement would differ in its last digits."""
-        self._found.update({option: np.asarray(value, np.float32) for option, value in measured.items()})
-
     def build(self, spec: MethodSpec) -> Built:
         """The model under a method; ValueError if the method lacks a profile, or an option is not allowed."""
         name, options = self._resolve(spec)

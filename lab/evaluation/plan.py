@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -19,11 +20,11 @@ from tca_jax.errors import check_integer, check_number, require, require_name
 from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation import recall_tasks, ruler, text_tasks
 from tca_jax.lab.evaluation.method_specs import Builder, Built, MethodSpec
-from tca_jax.lab.evaluation.results import FORMAT, Job, Results
+from tca_jax.lab.evaluation.results import FORMAT, TUNING, Job, Results
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Task
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.evaluation.text_tasks import TextTask
-from tca_jax.lab.evaluation.tuning import Tuning, tune, tuning_entry
+from tca_jax.lab.evaluation.tuning import Tuning, tune
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
 from tca_jax.methods.registry import describe_method
 
@@ -127,15 +128,13 @@ def run_plan(
     plan: Plan, builder: Builder, results: Results, report: Report = lambda job, done, total: None
 ) -> list[dict[str, Any]]:
     """Runs the jobs that the folder lacks, writes each and the table; returns all records of the folder."""
-    held = results.require_same(_config(plan, builder, {}))
-    builder.remember(held.get("measured", {}))
-    if plan.tuning is not None:
-        assert plan.kv_share is not None
-        results.open(_config(plan, builder, {}))
-        methods, builder = tune(plan.tuning, plan.methods, builder, results, kv_share=plan.kv_share, seed=plan.seed)
-        plan = dataclasses.replace(plan, methods=methods)
     built = {spec.label: builder.build(spec) for spec in plan.methods}
-    results.open(_config(plan, builder, built))
+    results.open(_config(plan, builder))
+    if plan.tuning is not None:
+        methods = tune(plan.tuning, plan.methods, builder, results.folder / TUNING)
+        plan = dataclasses.replace(plan, methods=methods)
+        built = {spec.label: builder.build(spec) for spec in methods}
+        results.open(_config(plan, builder))
     tasks = {task.name: task for task, _ in plan.tasks}
     specs = {spec.label: spec for spec in plan.methods}
     jobs = [job for job in plan.jobs() if not results.has(job)]
@@ -182,9 +181,10 @@ def run_plan(
     return results.read_all()
 
 
-def _config(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[str, Any]:
+def _config(plan: Plan, builder: Builder) -> dict[str, Any]:
     """Settings that the results depend on."""
-    lm = builder.lm
+    lm, names = builder.lm, {name: None for task, _ in plan.tasks for name in task.needs}
+    origins = {name: plan.sources.origin(name) for name in names}
     return {
         "format": FORMAT,
         "model": lm.name,
@@ -196,13 +196,13 @@ def _config(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[st
         "samples": plan.samples,
         "kv_share": plan.kv_share,
         **({} if plan.seconds else {"seconds": False}),
-        **({} if plan.tuning is None else {"tuning": tuning_entry(plan.tuning, builder)}),
-        "methods": {
-            label: hashlib.sha256(describe_method(each.lm.method).encode()).hexdigest() for label, each in built.items()
-        },
-        "measured": builder.measured,
-        "sources": {
-            name: {"sha256": origin.digest, "label": origin.label, "substitute": origin.substitute}
-            for name, origin in ((name, plan.sources.origin(name)) for task, _ in plan.tasks for name in task.needs)
-        },
+        **({} if plan.tuning is None else {"trials": plan.tuning.trials}),
+        "profiles": [each and _digest(describe_method(each.method())) for each in (builder.profile, builder.paper)],
+        "texts": _digest(json.dumps([list(map(int, ids)) for ids in builder.texts()])),
+        "methods": [spec.label for spec in plan.methods],
+        "sources": {name: dataclasses.asdict(origin) for name, origin in origins.items()},
     }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -27,6 +27,11 @@ _PROTOCOLS = {
     LATE_PREFIX: "the context is prefilled without the question and the answer's first words",
 }
 _TUNING = (
+    "On calibration texts, in nats per token. Excess: losses over full attention's, inside the texts and behind them, "
+    "where ends and repeated passages follow the cache. A tuned method attends to at most its given options' share. "
+    "Seconds are those of all trials, with compilation, on {}; bytes are those of a context without answers."
+)
+_TUNING_BY_PROBES = (  # format 2
     "On the calibration texts and probes of TCA. Excess: the largest of three losses over full attention's, in units "
     "of calibration's tolerances. Prefill methods attend to at most TCA's share. Seconds are those of calibration and "
     "of all trials, with compilation, on {}; bytes are those of a context without answers."
@@ -38,7 +43,7 @@ CONFIG = "config.json"
 TASKS = "results"
 TUNING = "tuning"
 #: Entries of the configuration that a second run may extend; all others must be equal.
-_GROWING = ("methods", "measured", "sources")
+_GROWING = ("methods", "sources")
 
 
 class Job(NamedTuple):
@@ -57,28 +62,23 @@ class Results:
     folder: Path
 
     def open(self, config: Mapping[str, Any]) -> None:
-        """Creates the folder, or continues one of the same configuration, which may grow by entries of `_GROWING`."""
-        held = self.require_same(config)
-        merged = {**config, **{name: {**held.get(name, {}), **config[name]} for name in _GROWING}}
-        if merged != held:
-            write_json(self.folder / CONFIG, merged)
-
-    def require_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration of the folder, empty for a new one; raises as `open` does, and writes nothing."""
+        """Creates the folder, or continues one of the same configuration; methods and sources may be added."""
         path = self.folder / CONFIG
         if not path.exists():
             occupied = self.folder.is_dir() and _finished(self.folder.iterdir())
             require(not occupied, f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
-            return {}
-        held = read_json_object(path)
+            write_json(path, config)
+            return
+        held = self.config
         pairs = [(name, held.get(name), config.get(name)) for name in {**config, **held} if name not in _GROWING]
-        for group in _GROWING:
-            old = held.get(group, {})
-            pairs += [(f"{group}[{name}]", old.get(name, value), value) for name, value in config[group].items()]
+        sources = {**config["sources"], **held["sources"]}
+        pairs += [(f"source {name}", sources[name], here) for name, here in config["sources"].items()]
         for name, there, here in pairs:
-            made = f"--out {self.folder} was made with {name} = {_shown(there)}, this run has {_shown(here)}"
+            made = f"--out {self.folder} was made with {name} = {json.dumps(there)}, this run has {json.dumps(here)}"
             require(there == here, f"{made}: use another folder, or the same settings")
-        return held
+        merged = {**config, "methods": list(dict.fromkeys([*held["methods"], *config["methods"]])), "sources": sources}
+        if merged != held:
+            write_json(path, merged)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -135,10 +135,6 @@ def _read_task(path: Path) -> dict[str, Any]:
         return record
     except ValueError as error:
         raise UserError(f"{error}; delete it, and its task is run again") from None
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value) if not isinstance(value, Mapping) else str(value.get("label", value))
 
 
 def table(
@@ -240,8 +236,8 @@ def _text_table(records: Sequence[Record], length: int, *, seconds: bool) -> lis
 
 
 def _tuning_table(tuned: Sequence[Record]) -> list[str]:
-    """Defaults and best trial of each tuned method; TCA first, with the seconds of its calibration."""
-    rows = []
+    """Given options and best trial of each tuned method; of format 2 TCA first, with the seconds of its calibration."""
+    rows, by_probes = [], any("answers_lost" in trial for record in tuned for trial in record["trials"])
     for record in sorted(tuned, key=lambda record: record["method"] != "tca"):
         trials = record["trials"]
         best = next(trial for trial in trials if trial["spec"] == record["tuned"])
@@ -250,12 +246,14 @@ def _tuning_table(tuned: Sequence[Record]) -> list[str]:
             spent = ["", ""] if kind == "defaults" else [str(len(trials)), f"{record['seconds']:.0f}"]
             inside, behind = (f"{trial[name]:.4f}" for name in ("loss_inside", "loss_following"))
             # Plus zero has no sign: without lost answers the share is -0.0.
-            lost, *shares = (f"{trial[name] + 0.0:.1%}" for name in ("answers_lost", "held_share", "attended_share"))
+            lost = [f"{trial['answers_lost'] + 0.0:.1%}"] if by_probes else []
+            shares = (f"{trial[name]:.1%}" for name in ("held_share", "attended_share"))
             label = f"{trial['spec']} ({kind})"
-            rows.append([label, f"{trial['excess']:.2f}", inside, lost, behind, *shares, *spent])
-    heads = ["method", "excess", "loss inside", "answers lost", "loss behind", "KV bytes", "attended", "trials", "s"]
+            rows.append([label, f"{trial['excess']:.{2 if by_probes else 4}f}", inside, *lost, behind, *shares, *spent])
+    lost = ["answers lost"] if by_probes else []
+    heads = ["method", "excess", "loss inside", *lost, "loss behind", "KV bytes", "attended", "trials", "s"]
     devices = " and ".join(sorted({record["device"] for record in tuned}))
-    return _section("Tuning", _TUNING.format(devices), heads, rows)
+    return _section("Tuning", (_TUNING_BY_PROBES if by_probes else _TUNING).format(devices), heads, rows)
 
 
 def _notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:

@@ -99,9 +99,8 @@ def test_suite_runs_and_continues():
         (["--suite=ruler"], "--suite ruler: must be one of ['late', 'paper']"),
         (["--suite=paper", "--tasks=vt"], "--tasks is fixed by --suite paper: leave it out, or leave out --suite"),
         (["--suite=late", "--kv-share=0.5"], "--kv-share is fixed by --suite late"),
-        (["--tune=full", "--kv-share=0.5"], "--tune full: has no options to search; must be all, or some of []"),
-        (["--tune=cake", "--kv-share=0.5"], "--tune cake: is not among --methods; must be all, or some of []"),
-        (["--tune=all", "--kv-share=0.5"], "--tune all: no method of --methods has options to search"),
+        (["--tune=cake", "--kv-share=0.5"], "--tune cake: must be all, or methods of --methods with options to search"),
+        (["--tune=all", "--kv-share=0.5"], "--tune all: must be all, or methods of --methods with options to search"),
         (["--tune=all"], "--tune: needs --kv-share"),
         (["--trials=2"], "--trials and --tune-text say how to tune: they need --tune"),
     ],
@@ -132,10 +131,7 @@ def test_points_begin_with_the_defaults():
     spec, tova, fixed, pair = parse_methods("snapkv,tova,snapkv:kernel=7,pooling=max,xattention+tova")
     points = tuning.points(spec, 8, 0)
     assert points[0] == spec
-    assert len(points) == 8
     assert points == tuning.points(spec, 8, 0) != tuning.points(spec, 8, 1)
-    allowed = [dict(point.parts[0][1]) for point in tuning.points(spec, 200, 0)[1:]]
-    assert all(options["observation"] <= options["window"] for options in allowed)
     assert len(tuning.points(tova, 50, 0)) == 1 + len(tuning.SPACES["tova"]["window"])
     kept = [dict(point.parts[0][1]) for point in tuning.points(fixed, 5, 0)[1:]]
     assert all((options["kernel"], options["pooling"], len(options)) == (7, "max", 4) for options in kept)
@@ -143,33 +139,23 @@ def test_points_begin_with_the_defaults():
         assert parse_methods(again.label) == (again,)
 
 
-@pytest.mark.parametrize(
-    ("limit", "taken", "most"), [(0.5, 0.5, 1), (0.305, 0.30, 7), (0.005, 0.0, 7), (2.0, 0.99, 7), (0.257, 0.25, 2)]
-)
-def test_costs_are_set_below_the_limit(limit, taken, most):
-    looks = []
-    assert tuning.highest_within([i / 100 for i in range(100)], lambda x: looks.append(x) or x, limit) == taken
-    assert len(looks) <= most
+def test_best_trial_costs_no_more_than_the_first():
+    names = ("excess", "held_share", "attended_share")
+    trials = [dict(zip(names, each, strict=True)) for each in ((3, 0.3, 1), (2, 0.5, 1), (1, 0.6, 1), (0, 0.4, 1.01))]
+    assert tuning.best_trial(trials, 0.5) == trials[1]
+    assert tuning.best_trial([trials[2], *trials], 0.5) == trials[2]
 
 
-@pytest.mark.filterwarnings("ignore:no probe is informative")  # random weights answer nothing
-@pytest.mark.filterwarnings("ignore:the loss .* stays above its tolerance")
 @pytest.mark.slow
 def test_tuning_continues_and_shows_both():
     printed, path = run(*TUNED), Path("tuned/tuning/snapkv.json")
-    before = json.loads(path.read_text())
-    first, second = before["trials"]
-    best = next(trial for trial in before["trials"] if trial["spec"] == before["tuned"])
+    record = json.loads(path.read_text())
+    first, second = record["trials"]
+    best = next(trial for trial in (first, second) if trial["spec"] == record["tuned"])
     assert best["excess"] <= first["excess"]
-    assert len(parse_methods(before["tuned"])) == 1
-    assert f"| {before['tuned']} (tuned) |" in printed
-    assert "| tca (as calibrated) |" in printed
-    (of_tca,) = json.loads(Path("tuned/tuning/tca.json").read_text())["trials"]
-    assert max(of_tca["held_share"], second["held_share"]) <= 0.6
-    # A lost trial is measured again, and gives the same.
-    path.write_text(json.dumps({**before, "trials": [first]}))
-    run(*TUNED)
-    _, again = json.loads(path.read_text())["trials"]
-    assert again["spec"] == second["spec"]
-    assert again["excess"] == pytest.approx(second["excess"], rel=1e-4)
-    assert error(*TUNED, "--trials=3").startswith("--out tuned was made with tuning = ")
+    assert max(first["held_share"], second["held_share"]) <= 0.6
+    assert f"| {record['tuned']} (tuned) |" in printed
+    finished = path.stat().st_mtime_ns
+    assert run(*TUNED) == printed
+    assert path.stat().st_mtime_ns == finished
+    assert error(*TUNED, "--trials=3").startswith("--out tuned was made with trials = ")

@@ -1,7 +1,5 @@
 """Methods by name: options, pairs, profiles, and equal bytes."""
 
-import json
-
 import numpy as np
 import pytest
 import tiny
@@ -10,7 +8,6 @@ from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
 from tca_jax.lab.equal_bytes import CallSizes, held_share
 from tca_jax.lab.evaluation.method_specs import Builder, parse_methods
-from tca_jax.methods.registry import describe_method
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=0)
 SIZES = CallSizes(2048, 128)
@@ -82,14 +79,3 @@ def test_methods_without_budget_keep_their_own(lm):
         assert made.own_budget
         assert reason in made.budget
         assert made.lm.method == build(lm, text, found)
-
-
-def test_measured_options_are_remembered(lm):
-    (spec,) = parse_methods("cake:block_size=8,window=16,observation=16")
-    first, other = (Builder(lm, None, None, lambda seed=seed: [tiny.random_prompt(seed, 400)]) for seed in (0, 1))
-    made = describe_method(first.build(spec).lm.method)
-    written = json.loads(json.dumps(first.measured))
-    assert describe_method(other.build(spec).lm.method) != made
-    other.remember(written)
-    assert describe_method(other.build(spec).lm.method) == made
-    assert other.measured == written
