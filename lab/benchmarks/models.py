@@ -203,7 +203,7 @@ def open_model(name: str, profile: str | None = None, **options: Any) -> LM:
     if name in CONFIGS:
         find_configs([name], whole=True)
         return random_model(name, **options)
-    return tca_jax.load(name, profile=profile, **{key: options.get(key) for key in ("mesh", "weights", "kv")})
+    return tca_jax.load(name, profile=profile, **{key: options.get(key) for key in ("mesh", "dtype", "weights", "kv")})
 
 
 def random_model(
@@ -213,6 +213,7 @@ def random_model(
     max_positions: int | None = None,
     mesh: Mesh | None = None,
     policy: CachePolicy | None = None,
+    dtype: str | None = None,
     weights: str | None = None,
     kv: str | None = None,
 ) -> LM:
@@ -225,9 +226,9 @@ def random_model(
     config = dataclasses.replace(config, num_layers=layers or config.num_layers, max_positions=positions)
     if mesh is not None:
         check_mesh(mesh, config, name)
-    dtype = jnp.dtype(config.dtype_name)
-    stored = WEIGHTS[weights] if weights else dtype
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=stored, rngs=nnx.Rngs(0)))
+    wide = jnp.dtype(dtype or config.dtype_name)
+    stored = WEIGHTS[weights] if weights else wide
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=wide, param_dtype=stored, rngs=nnx.Rngs(0)))
     found = parameters(abstract)
     code_std = LARGEST_CODE / _DEVIATIONS if weights else 1.0
     drawn = {

@@ -1,23 +1,30 @@
-"""`tca-jax bench serve`: an engine with many long documents: steps by rows, requests at random times."""
+"""`tca-jax bench serve`: an engine with many documents: steps by rows, requests at random times, and a soak."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import os
+import random
 import statistics
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated, TypeVar
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
 
+import jax
 import numpy as np
 import typer
 
 import tca_jax
 from tca_jax.cli.options import BackendOption, with_options
 from tca_jax.engine.lm import LM
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.serve import Engine
@@ -27,6 +34,10 @@ STEPS = 128  # timed steps; a block leaves the window of every row once
 
 _COPY_REPEATS = 7
 _SECONDS = 600.0  # longest wait for the engine
+_QUESTIONS = 3  # of a soak, about each document
+_DEVICE_ROOM, _HOST_ROOM = 2.5, 2.2  # documents of a soak that fit the device and host memory
+_SLACK = 2**27  # bytes by which the process may grow
+_SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 1}
 
 NOTE = (
     "Documents of {tokens:,} random tokens; `fit`: how many of them the device holds. A step is the mean of {steps} "
@@ -36,7 +47,11 @@ NOTE = (
     "{question_tokens} tokens about a random document; answers have at most {answer_tokens} tokens. `first token` "
     "runs from the arrival, `inter-token` between tokens of an answer. {shares}"
 )
-T = TypeVar("T")
+SOAK_NOTE = (
+    "{documents} documents of {tokens:,} tokens in float32, few of which fit memory, {rows} rows, seed {seed}. Clients "
+    "send requests one after the other; answers are compared with those of `generate`, of a cancelled one the tokens "
+    "so far. `grown MB`: growth of the process in the second half of the time. {shares}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,40 +69,38 @@ class Load:
     requests: Annotated[int, typer.Option(help="Requests.", min=2)] = 64
     seed: common.SeedOption = 0
 
+    @property
+    def room(self) -> int:
+        """Tokens of a question and its answer, or of timed steps."""
+        return self.question_tokens + max(self.answer_tokens, STEPS + 4 * self.rows)
+
 
 class TokenTimes:
     """Arrival times of a stream's tokens."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.times: list[tuple[float, int]] = []  # seconds of perf_counter, tokens so far
-        self._changed = threading.Condition()
+        self.times = [(time.perf_counter(), len(stream.tokens))]  # with tokens so far
         stream.listen(self._note)
-        self._note()
 
     def _note(self) -> None:
-        with self._changed:
-            count = len(self.stream.tokens)
-            if count > self._count:
-                self.times.append((time.perf_counter(), count))
-            self._changed.notify_all()
+        if (count := len(self.stream.tokens)) > self.times[-1][1]:
+            self.times.append((time.perf_counter(), count))
 
-    @property
-    def _count(self) -> int:
-        return self.times[-1][1] if self.times else 0
-
-    def wait(self, tokens: int, timeout: float = _SECONDS) -> None:
+    def wait(self, tokens: int) -> None:
         """Waits for a number of tokens; TimeoutError, or the stream's error, where they do not come."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.stream.ended or self._count >= tokens, timeout)
-        if self._count < tokens:
-            if self.stream.ended:
-                self.stream.result()
-            raise TimeoutError(f"{self._count} of {tokens} tokens came within {timeout:.0f} seconds")
+        end = time.monotonic() + _SECONDS
+        while not self.stream.ended and self.times[-1][1] < tokens and time.monotonic() < end:
+            time.sleep(1e-3)
+        if self.stream.ended:
+            self.stream.result()
+            self._note()
+        came = self.times[-1][1]
+        require(came >= tokens, f"{came} of {tokens} tokens came within {_SECONDS:.0f} seconds", TimeoutError)
 
     def gaps(self) -> list[float]:
         """Seconds between arrivals."""
-        return [after - before for (before, _), (after, _) in itertools.pairwise(self.times)]
+        return [after - before for (before, count), (after, _) in itertools.pairwise(self.times) if count]
 
 
 class Served:
@@ -95,8 +108,7 @@ class Served:
 
     def __init__(self, lm: LM, load: Load, backend: str) -> None:
         self.lm, self.load, self._random = lm, load, np.random.default_rng(load.seed)
-        room = load.question_tokens + max(load.answer_tokens, STEPS + 4 * load.rows)
-        self.engine = Engine(lm, max_rows=load.rows, answer_tokens=room, backend=backend)
+        self.engine = Engine(lm, max_rows=load.rows, answer_tokens=load.room, backend=backend)
         self.read_seconds: list[float] = []
         free = self.engine.document_pages.free
         self.ids = [self._read()]
@@ -113,16 +125,15 @@ class Served:
     def time_steps(self, rows: int, copied: float) -> common.Row:
         """A decoding step with `rows` answers about different documents; `copied` is the rate of the floor."""
         ids = [self.ids[i % len(self.ids)] for i in range(rows)]
-        streams = [self.ask(id_, STEPS + 4 * rows) for id_ in ids]
-        last = TokenTimes(streams[-1])
-        for stream in streams:
-            TokenTimes(stream).wait(1)
-        last.wait(1)
+        answers = [TokenTimes(self.ask(id_, STEPS + 4 * rows)) for id_ in ids]
+        for each in answers:
+            each.wait(1)
+        last = answers[-1]
         (begin, before), target = last.times[-1], last.times[-1][1] + STEPS
         last.wait(target)
         end, after = next(each for each in last.times if each[1] >= target)
-        for stream in streams:
-            stream.cancel()
+        for each in answers:
+            each.stream.cancel()
         self.engine.idle(_SECONDS)
         step = (end - begin) / (after - before)
         floor = (shapes.weight_bytes(self.lm) + rows * self.bytes_each) / copied
@@ -156,7 +167,13 @@ class Served:
             times.stream.result(_SECONDS)
             return times.stream.first_token_at - at, times
 
-        return at_random(count, load.rate, load.seed, request)
+        arrivals = np.cumsum(random.exponential(1 / load.rate, count)) + time.perf_counter()
+        with ThreadPoolExecutor(count) as pool:  # so that no request delays another
+            calls = []
+            for number, at in enumerate(arrivals.tolist()):
+                time.sleep(max(0.0, at - time.perf_counter()))
+                calls.append(pool.submit(request, number, at))
+            return [call.result() for call in calls]
 
     def ask(self, id_: str | None, new_tokens: int) -> Stream:
         """A question of random tokens, or without a document a prompt."""
@@ -174,15 +191,98 @@ class Served:
         return self._random.integers(0, self.lm.config.vocab_size, count).tolist()
 
 
-def at_random(count: int, rate: float, seed: int, call: Callable[[int, float], T]) -> list[T]:
-    """Calls `call(number, moment)` at the times of a Poisson process, in threads, so that no call delays another."""
-    times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)) + time.perf_counter()
-    calls: list[Future[T]] = []
-    with ThreadPoolExecutor(count) as pool:
-        for number, at in enumerate(times.tolist()):
-            time.sleep(max(0.0, at - time.perf_counter()))
-            calls.append(pool.submit(call, number, at))
-        return [each.result() for each in calls]
+class Soak:
+    """Clients of an engine whose documents do not fit memory; each answer must be `generate`'s."""
+
+    def __init__(self, lm: LM, load: Load, backend: str, disk: Path) -> None:
+        self.lm, self.load, self.backend = lm, load, backend
+        sizes = (load.documents, load.tokens), (_QUESTIONS, load.question_tokens), (_QUESTIONS, load.prompt_tokens)
+        draw, words = np.random.default_rng(load.seed).integers, lm.config.vocab_size
+        self.documents, self.questions, self.prompts = (draw(1, words, size).tolist() for size in sizes)
+        self.contexts = [tca_jax.prefill(lm, each, backend=backend) for each in self.documents]
+        room = int(_DEVICE_ROOM * lm.cache_layout(1, load.tokens).num_pages)
+        self.options = {"max_rows": load.rows, "pages": room, "answer_tokens": load.room, "disk": disk}
+        self.options |= {"host_memory": int(_HOST_ROOM * self.contexts[0].stats.kv_cache_bytes), "backend": backend}
+        self.outcomes, self.first_tokens = collections.Counter[str](), list[float]()
+        self._answers: dict[tuple[int | None, int, bool], list[int]] = {}
+        self._lock = threading.RLock()
+
+    def run(self, seconds: float) -> tuple[common.Row, list[str]]:
+        """Load for so many seconds; also all problems."""
+        stopping, problems, count = threading.Event(), list[str](), self.load.rows + 2
+        first, *others = (random.Random(self.load.seed + number) for number in range(1 + count))
+        with Engine(self.lm, **self.options) as engine, ThreadPoolExecutor(count) as pool:
+            for _ in range(4 * self.load.documents):  # compile
+                self.outcomes[self._request(engine, first)] += 1
+            clients = [pool.submit(self._send, engine, each, stopping) for each in others]
+            time.sleep(seconds / 2)
+            half = resident_bytes()
+            time.sleep(seconds / 2)
+            grown = resident_bytes() - half
+            stopping.set()
+            for client in clients:
+                client.result(_SECONDS)
+            problems += [] if engine.idle(_SECONDS) else ["the engine is not idle"]
+            pages = engine.answer_pages
+            problems += [] if pages.free == pages.total else [f"pages of answers stay taken: {pages}"]
+            ids = {engine.wait(engine.read(each), _SECONDS, stored=True).id for each in self.documents}
+        with Engine(self.lm, **self.options) as engine:
+            lost = ids - {each.id for each in engine.documents()}
+            problems += [f"{len(lost)} documents are lost"] if lost else []
+        problems += [f"the process grew by {grown / 1e6:.0f} MB"] if grown > _SLACK else []
+        problems += [f"{self.outcomes[bad]} {bad}" for bad in ("other answers", "errors") if self.outcomes[bad]]
+        row = {"s": seconds, "requests": self.outcomes.total(), **self.outcomes}
+        row |= common.percentiles("first token", self.first_tokens)
+        return {**row, "process MB": resident_bytes() / 1e6, "grown MB": grown / 1e6}, problems
+
+    def _send(self, engine: Engine, random: random.Random, stopping: threading.Event) -> None:
+        """Requests, one after the other, until `stopping`."""
+        while not stopping.wait(random.expovariate(50)):
+            try:
+                outcome = self._request(engine, random)
+            except Exception:
+                traceback.print_exc()
+                outcome = "errors"
+            with self._lock:
+                self.outcomes[outcome] += 1
+
+    def _request(self, engine: Engine, random: random.Random) -> str:
+        """The outcome of a random request: greedy or sampled, complete or cancelled."""
+        number = None if random.random() < self.load.prompts else random.randrange(len(self.documents))
+        question, cancelled = random.randrange(_QUESTIONS), random.random() < 0.2
+        asked = number, question, not cancelled and random.random() < 0.5
+        id_ = None if number is None else engine.read(self.documents[number])
+        prompt, options = self._prompt(*asked)
+        stream = engine.ask(id_, prompt, **options)
+        if cancelled:
+            TokenTimes(stream).wait(random.randrange(1, self.load.answer_tokens))
+            stream.cancel()
+        out, expected = stream.result(_SECONDS), self._expected(*asked)
+        if out.tokens != (expected[: len(out.tokens)] if cancelled else expected):
+            print(f"other answer: {asked}: {out.tokens} instead of {expected}", file=sys.stderr, flush=True)
+            return "other answers"
+        self.first_tokens.append(out.seconds_to_first_token)
+        return "cancelled" if cancelled else "equal"
+
+    def _prompt(self, document: int | None, question: int, sampled: bool) -> tuple[list[int], common.Row]:
+        options = {**_SAMPLED, "stop_token_ids": (3, 5)} if sampled else {"stop_token_ids": ()}
+        prompt = (self.prompts if document is None else self.questions)[question]
+        return prompt, {"max_new_tokens": self.load.answer_tokens, **options}
+
+    def _expected(self, document: int | None, question: int, sampled: bool) -> list[int]:
+        """The tokens of `generate`, computed once."""
+        with self._lock:
+            if (asked := (document, question, sampled)) not in self._answers:
+                prompt, options = self._prompt(*asked)
+                context = None if document is None else self.contexts[document]
+                out = tca_jax.generate(self.lm, prompt, context=context, backend=self.backend, **options)
+                self._answers[asked] = out.tokens[0]
+            return self._answers[asked]
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @with_options
@@ -190,8 +290,10 @@ def main(
     model: Annotated[str, typer.Option(help="As --models of bench end-to-end.")] = "llama3.1-8b",
     profile: Annotated[str | None, typer.Option(help="Profile of a checkpoint.", show_default="none")] = None,
     shares: shapes.BlockSharesOption = None,
-    full: Annotated[bool, typer.Option(help="Measure full attention, too.")] = True,
     load: Load = Load(),
+    minutes: Annotated[
+        float | None, typer.Option(help="Soak: check every answer for so long, and that memory stays flat.", min=0.01)
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of random weights; all by default.", min=1)] = None,
     backend: BackendOption = "auto",
     window: common.WindowOption = tca_jax.TCAConfig.window,
@@ -199,23 +301,37 @@ def main(
     out: common.OutOption = common.RESULTS,
     name: common.NameOption = "serve",
 ) -> None:
-    """Time an engine that serves many long documents.
+    """Time an engine that serves many long documents; with --minutes, look for wrong answers and leaks.
+
+    A soak takes the last method. It fails on an answer that is not `generate`'s, a request that does not end, pages
+    that stay taken, a lost document, or memory that grows.
 
     Example: [bold]tca-jax bench serve --block-shares 0.1 --rate 4 --requests 200[/]
     """
     config = common.tca_config(window)
     common.check_lengths([load.tokens], config, out, "--tokens")
-    if model in shapes.CONFIGS and profile:
-        raise UserError(f"--profile {profile}: {model} has random weights; pass --block-shares")
-    own = load.question_tokens + max(load.answer_tokens, STEPS + 4 * load.rows)
-    lm = shapes.open_model(model, profile, layers=layers, max_positions=max(load.tokens, load.prompt_tokens) + own)
+    random_weights = f"--profile {profile}: {model} has random weights; pass --block-shares"
+    require(not profile or model not in shapes.CONFIGS, random_weights)
+    if minutes:  # a row's tokens must not depend on the number of rows
+        jax.config.update("jax_default_matmul_precision", "highest")
+    positions = max(load.tokens, load.prompt_tokens) + load.room
+    dtype = "float32" if minutes else None
+    lm = shapes.open_model(model, profile, layers=layers, max_positions=positions, dtype=dtype)
     shares = shares or ([] if profile else [shapes.Share(0.25), shapes.Share(0.1)])
     sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
-    tested = shapes.named_methods(config, shares, *sizes_of_model, full=full, profile=lm.method if profile else None)
+    tested = shapes.named_methods(config, shares, *sizes_of_model, profile=lm.method if profile else None)
+    sizes = {**dataclasses.asdict(load), "steps": STEPS, "shares": shapes.describe_shares(config)}
+    if minutes:
+        results = common.Results(out, name, f"Soak of {lm.name}", SOAK_NOTE.format(**sizes))
+        attention, method = list(tested.items())[-1]
+        with tempfile.TemporaryDirectory() as disk:
+            row, problems = Soak(lm.with_method(method), load, backend, Path(disk)).run(60 * minutes)
+        results.add("Soak", {"attention": attention, **row})
+        results.finish("Failed: " + "; ".join(problems) + "." if problems else "Nothing failed.")
+        require(not problems, "; ".join(problems))
+        return
     copied = common.copy_rate(copy_bytes, _COPY_REPEATS)
-    sizes = {**dataclasses.asdict(load), "steps": STEPS, "copied": copied / 1e9}
-    note = NOTE.format(**sizes, shares=shapes.describe_shares(config))
-    results = common.Results(out, name, f"Serving {lm.name}", note)
+    results = common.Results(out, name, f"Serving {lm.name}", NOTE.format(**sizes, copied=copied / 1e9))
     for attention, method in tested.items():
         served = Served(lm.with_method(method), load, backend)
         with served.engine:

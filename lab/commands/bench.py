@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-NAMES = ("attention", "decode", "end-to-end", "calibration", "serve", "soak")  # modules have underscores
+NAMES = ("attention", "decode", "end-to-end", "serve")  # modules have underscores
 
 #: Share of a GPU's memory that JAX takes: a million tokens need more than the default of 75%.
 _MEMORY_FRACTIONS = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}

@@ -4,8 +4,7 @@ A vertical-slash head takes the columns and diagonals with most attention of the
 head the first columns and nearest diagonals, a block-sparse head the key blocks whose mean key has the largest product
 with the tile's mean query. Follows microsoft/MInference at 0647e2c: the first 30 columns and the nearest 100 diagonals
 come first; a vertical-slash head has at least 30 and 50. A diagonal is computed in blocks of as many keys as a tile has
-queries. What differs: blocks are cut from the nearest diagonal on, in the code from the farthest; `pattern_search`
-keeps A-shape and block-sparse heads, which the code's search replaces afterwards.
+queries. What differs: blocks are cut from the nearest diagonal on, in the code from the farthest.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class PatternArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MInferencePrefill(BlockSparsePrefill):
-    # for each layer an entry `[kind, columns, diagonals]` a query head, as `search_patterns` finds them, or a table
-    # that the authors published (`json.load` of it); None: `DEFAULT` for all
+    # for each layer an entry `[kind, columns, diagonals]` a query head, such as a table that the authors published
+    # (`json.load` of it); None: `DEFAULT` for all
     patterns: Any = None
     scale: float = 1.0  # what all numbers of columns, diagonals and blocks are multiplied by: the knob of the budget
     blocks: int = 100  # key blocks that a tile of a block-sparse head takes
@@ -118,12 +117,8 @@ def lines(
     k: Float[Array, "B L d"],
     lengths: Int[Array, " B"],
     numbers: PatternArrays,
-    nearest: int = _NEAREST_DIAGONALS,
 ) -> tuple[Bool[Array, "B G L"], Bool[Array, "B G L"]]:
-    """Columns by their positions, and diagonals by how far left of the query they are; of block-sparse heads none.
-
-    A vertical-slash head takes the `nearest` diagonals before all others.
-    """
+    """Columns by their positions, and diagonals by how far left of the query they are; of block-sparse heads none."""
     attention = last_attention(last_queries(q, lengths, OBSERVED), k, lengths)
     index = jnp.arange(k.shape[1])
     real = index < lengths[:, None, None]
@@ -136,7 +131,7 @@ def lines(
 
     return (
         marked(attention.sum(axis=2), _FIRST_COLUMNS, _LEAST_COLUMNS, numbers.columns),
-        marked(diagonal_sums(attention, lengths), nearest, _LEAST_DIAGONALS, numbers.diagonals),
+        marked(diagonal_sums(attention, lengths), _NEAREST_DIAGONALS, _LEAST_DIAGONALS, numbers.diagonals),
     )
 
 

@@ -12,7 +12,7 @@ from meshes import needs_8_devices
 import tca_jax
 from tca_jax import methods
 from tca_jax.cli.options import LAUNCH_ORDER
-from tca_jax.lab.benchmarks import attention, soak
+from tca_jax.lab.benchmarks import attention, serve
 from tca_jax.lab.benchmarks.common import agreement, fitted, random_normal, read_results
 from tca_jax.lab.benchmarks.models import CONFIGS, Share
 
@@ -21,7 +21,7 @@ SERVE = [
     *("--model=tiny", "--tokens=512", "--window=128", "--layers=1", "--block-shares=0.25", "--rows=2", "--documents=2"),
     *("--prompt-tokens=300", "--answer-tokens=8", "--rate=50", "--requests=4", "--copy-bytes=1048576"),
 ]
-SOAK = ["--model=tiny", "--tokens=512", "--minutes=0.3", "--rounds=2", "--documents=3", "--clients=3"]
+SOAK = ["--minutes=0.3", "--documents=4", "--question-tokens=40"]
 FLOORS = ["--copy-bytes=1048576", "--repeats=1"]
 XLA = "--backend=xla"
 
@@ -82,11 +82,6 @@ def test_end_to_end_runs_over_meshes(tmp_path, monkeypatch):
     assert four["kept"] == pytest.approx(one["kept"], rel=0.01)
 
 
-def test_calibration_is_timed_by_passes(tmp_path):
-    (row,) = bench("calibration", tmp_path, *TINY, "--texts=1", "--layers=1")
-    assert row["ms per pass"] == pytest.approx(1e3 * row["second call s"] / row["layer passes"])
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -102,7 +97,6 @@ def test_calibration_is_timed_by_passes(tmp_path):
         (["attention", "--window=100"], "--window 100: must be a positive multiple of block_size = 128"),
         (["end-to-end", *TINY, "--mesh=4"], "--mesh 4: must be devices on 'data' x devices on 'model', such as 1x4"),
         (["serve", "--model=tiny", "--tokens=512", "--window=128", "--profile=p"], "--profile p: tiny has random"),
-        (["calibration", *TINY, "--layers=1", "--text=text.txt"], "--text text.txt: tiny has no tokenizer"),
         (["attention", *TINY, "--out=file"], "--out file cannot be written"),
     ],
 )
@@ -145,24 +139,24 @@ def test_serve_times_steps_and_load(tmp_path):
 
 @pytest.mark.slow
 def test_a_soak_finds_nothing(tmp_path):
-    rows = bench("soak", tmp_path, *SOAK)
-    assert [row["documents found"] for row in rows if row["table"] == "Rounds"] == [0, 3]
-    assert all(row["equal"] + row["gone"] for row in rows if row["table"] == "Requests")
-    assert "Nothing failed." in (tmp_path / "soak.md").read_text()
+    (row,) = bench("serve", tmp_path, *SERVE, *SOAK)
+    assert row["attention"] == "TCA 0.25"
+    assert row["requests"] == row["equal"] + row["cancelled"] > 0
+    assert "Nothing failed." in (tmp_path / "serve.md").read_text()
 
 
 @pytest.mark.slow
 def test_a_soak_fails_where_an_answer_differs(tmp_path, monkeypatch):
-    generate = soak.tca_jax.generate
+    generate = serve.tca_jax.generate
 
     def wrong(*args, **options):
         out = generate(*args, **options)
         out.tokens[0][0] += 1
         return out
 
-    monkeypatch.setattr(soak.tca_jax, "generate", wrong)
-    result = run("soak", *SOAK, "--rounds=1", "--minutes=0.01", "--out", tmp_path)
-    assert result.exit_code == 1
+    monkeypatch.setattr(serve.tca_jax, "generate", wrong)
+    result = run("serve", *SERVE, *SOAK, "--minutes=0.02", "--out", tmp_path)
+    assert result.exit_code != 0
     assert "other answers" in result.stderr
 
 

@@ -1,8 +1,7 @@
-"""The block-sparse prefill methods and MInference's search against their oracles in float64."""
+"""The block-sparse prefill methods against their oracles in float64."""
 
 import functools
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,9 @@ import oracle
 import pytest
 from block_lists import attended
 from cases import poison, qkv
-from sparse_prefill import ORACLES, minference, vertical_slash
-from tiny import random_prompt, tiny_lm
+from sparse_prefill import ORACLES
 
 from tca_jax import methods
-from tca_jax.lab.rivals.minference import HeadPattern
-from tca_jax.lab.rivals.pattern_search import pattern_scores, search_patterns
 from tca_jax.lab.rivals.ranks import covering, highest
 from tca_jax.methods.base import Heads
 
@@ -144,42 +140,3 @@ def test_highest_and_covering_values_are_a_sorts():
         sums = np.cumsum(shares[row][order].astype(np.float64))
         assert set(np.flatnonzero(covered[True][row])) == set(order[np.append(0, sums[:-1]) < mass[row]])
         assert set(np.flatnonzero(covered[False][row])) == set(order[sums <= mass[row]])
-
-
-CANDIDATES = tuple(HeadPattern(*sizes) for sizes in (("a_shape", 7, 60), ("vertical_slash", 40, 55), KINDS[2]))
-
-
-def kept_mass(q, k, candidate, first):
-    """Mass that one head keeps under a candidate of the search, by columns and diagonals as such."""
-    n = len(q)
-    if candidate.kind == "block_sparse":
-        mask = minference(q, k, **candidate._asdict(), block=32, blocks=-(-n // 32) // 8)
-    else:
-        columns, diagonals = set(range(candidate.columns)), set(range(candidate.diagonals + 1))
-        if candidate.kind == "vertical_slash":
-            columns, diagonals = vertical_slash(q, k, candidate.columns, candidate.diagonals, nearest=30)
-        back = np.arange(n)[:, None] - np.arange(n)
-        mask = np.isin(np.arange(n), sorted(columns)) | np.isin(back, sorted(diagonals))
-    return (oracle.probabilities(q, k) * mask).sum(axis=-1)[first:].mean()
-
-
-def test_scores_are_the_mass_a_pattern_keeps():
-    q, k, _ = qkv(0, 1, 290, HEADS, KV_HEADS, 16)
-    run = jax.jit(pattern_scores, static_argnums=(3, 4))
-    scores = run(jnp.asarray(q), jnp.asarray(k), jnp.array([270]), CANDIDATES, 130)
-    for head in range(HEADS):
-        queries, keys = (x[0, :270, h].astype(np.float64) for x, h in ((q, head), (k, head // 2)))
-        expected = [kept_mass(queries, keys, candidate, 130) for candidate in CANDIDATES]
-        np.testing.assert_allclose(scores[0, head], expected, atol=1e-4)
-
-
-def test_a_search_finds_the_best_candidates():
-    lm, steps, everything = tiny_lm(), [], HeadPattern("a_shape", 200, 200)
-    options = {"candidates": (*CANDIDATES, everything), "first_query": 100, "progress": lambda *x: steps.append(x)}
-    found = search_patterns(lm, random_prompt(0, 180), **options)
-    assert steps == [(0, 2), (1, 2), (2, 2)]
-    assert [[entry[:3] for entry in layer] for layer in found] == [[[*everything]] * 4] * 2
-    np.testing.assert_allclose([[entry[3] for entry in layer] for layer in found], 1, atol=1e-5)
-    method = methods.get("minference", patterns=json.loads(json.dumps(found)))
-    assert method.prefill.patterns == ((everything,) * 4,) * 2
-    assert lm.with_method(method).method is method

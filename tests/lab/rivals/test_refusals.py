@@ -9,7 +9,6 @@ from tiny import tiny_lm
 
 from tca_jax import methods
 from tca_jax.lab.rivals.cake import layer_preferences
-from tca_jax.lab.rivals.pattern_search import search_patterns
 
 KINDS = [["a_shape", 5, 40]] * 4
 #: Values that are refused, each for itself, with "option = value: must".
@@ -54,16 +53,12 @@ UNFIT = [
     ("minference", {"patterns": [KINDS]}, "patterns has 1 layers of 4 query heads: must be 2 of a multiple of 2"),
     ("xattention", {"threshold": [[0.5] * 3] * 2}, "threshold has 2 layers of 3 query heads: must be 2 of a multiple"),
 ]
-#: Texts that a search, or CAKE's preferences, cannot be measured on.
+#: Texts that CAKE's preferences cannot be measured on.
 UNFIT_TEXTS = [
-    (search_patterns, [1] * 100, {"first_query": 100}, "text has 100 tokens: must have more than first_query = 100"),
-    (search_patterns, [1] * 100, {"first_query": -1}, "first_query = -1: must be an integer of at least 0"),
-    (search_patterns, [[1] * 10, [2] * 10], {"first_query": 0}, "text holds 2 texts: must be one"),
-    (search_patterns, [1] * 9, {"first_query": 0, "candidates": ()}, "candidates = .*: must hold at least one pattern"),
-    (layer_preferences, [[1] * 9], {"observation": 9}, r"texts\[0\] has 9 tokens: must have more than observation = 9"),
-    (layer_preferences, [[1] * 5000], {}, r"texts\[0\] has 5000 tokens: .* at most the 4096 positions"),
-    (layer_preferences, [[1] * 40], {"observation": 1}, "observation = 1: must be an integer of at least 2"),
-    (layer_preferences, [[1] * 40], {"tau1": 0}, r"tau1 = 0: must lie in \(0, 100\]"),
+    ([[1] * 9], {"observation": 9}, r"texts\[0\] has 9 tokens: must have more than observation = 9"),
+    ([[1] * 5000], {}, r"texts\[0\] has 5000 tokens: .* at most the 4096 positions"),
+    ([[1] * 40], {"observation": 1}, "observation = 1: must be an integer of at least 2"),
+    ([[1] * 40], {"tau1": 0}, r"tau1 = 0: must lie in \(0, 100\]"),
 ]
 
 
@@ -87,7 +82,7 @@ def test_another_models_table_is_refused(name, options, message):
         tiny_lm().with_method(name, **options)
 
 
-@pytest.mark.parametrize(("measure", "text", "options", "message"), UNFIT_TEXTS)
-def test_texts_to_measure_are_refused(measure, text, options, message):
+@pytest.mark.parametrize(("text", "options", "message"), UNFIT_TEXTS)
+def test_texts_to_measure_are_refused(text, options, message):
     with pytest.raises(ValueError, match=message):
-        unchecked(measure)(tiny_lm(), text, **options)
+        unchecked(layer_preferences)(tiny_lm(), text, **options)
