@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -40,31 +41,27 @@ class Plan:
     """An evaluation."""
 
     methods: tuple[MethodSpec, ...]
-    tasks: tuple[tuple[AnyTask, tuple[int, ...]], ...]  # with the lengths of each
     protocols: tuple[str, ...]  # of tasks that ask questions
-    samples: int  # of each task and length; data sets may have fewer
+    samples: int  # of each task and length
     seed: int
     sources: Sources
     kv_share: float | None  # of full attention's bytes of a prompt, for every method; None: methods as they are
     batch: int  # most prompts in a call
-    skipped: tuple[str, ...] = ()  # reasons why tasks are left out
     tuning: Tuning | None = None
     seconds: bool = True  # show times in the table
+    drawn: Mapping[tuple[str, int], Sequence[Any]] = dataclasses.field(default_factory=dict)  # by task and length
+    skipped: tuple[str, ...] = ()  # reasons why tasks are left out
 
     def jobs(self) -> list[Job]:
         """All entries; those of a length and a method, which share programs, are adjacent."""
         return [
-            Job(spec.label, task.name, length, protocol)
-            for length in sorted({length for _, of_task in self.tasks for length in of_task})
+            Job(spec.label, task, length, protocol)
+            for shared in sorted({length for _, length in self.drawn})
             for spec in self.methods
-            for task, of_task in self.tasks
-            if length in of_task
-            for protocol in task.protocols or self.protocols
+            for task, length in self.drawn
+            if length == shared
+            for protocol in TASKS[task].protocols or self.protocols
         ]
-
-    def drawing(self, lm: Encoder, length: int, *, only_check: bool = False) -> Drawing:
-        """Settings of samples of a length."""
-        return Drawing(lm, self.sources, length, self.samples, self.seed, only_check)
 
 
 def make_plan(
@@ -73,13 +70,13 @@ def make_plan(
     tasks: Sequence[str],  # names of `TASKS` and `GROUPS`
     lengths: Sequence[int],  # tokens of a prompt with its answer
     protocols: Sequence[str],
-    **settings: Any,  # the other fields of `Plan`
+    **settings: Any,  # other fields of `Plan`
 ) -> Plan:
-    """Checks an evaluation without the model's weights; messages name options of the command.
+    """Checks an evaluation without the model's weights, and draws its samples; messages name options of the command.
 
     A named task must run at every length; of a group, tasks without a file or a fitting length are left out.
     """
-    plan = Plan(methods, (), tuple(protocols), **settings)
+    plan = Plan(methods, tuple(protocols), **settings)
     for option, given, known in (
         ("--protocols", protocols, EVALUATION_PROTOCOLS),
         ("--tasks", tasks, (*GROUPS, *TASKS)),
@@ -97,27 +94,19 @@ def make_plan(
         within = 1 <= length <= lm.config.max_context
         require(within, f"--lengths {length}: must lie in [1, {lm.config.max_context}], positions of {lm.name}")
     require(lm.tokenizer is not None, f"{lm.name} has no tokenizer: tasks are text")
-    chosen: dict[AnyTask, tuple[int, ...]] = {}
-    skipped: list[str] = []
+    drawn, skipped = dict[tuple[str, int], Sequence[Any]](), list[str]()
     for name in tasks:
-        group, reasons = GROUPS.get(name) or (TASKS[name],), list[DoesNotFit]()
-        for task in group:
-            missing = [need for need in task.needs if plan.sources.lacks(need)]
-            reasons += [DoesNotFit(f"{task.name}: needs --{need} FILE") for need in missing]
-            fitting = []
-            for length in () if missing else lengths:
-                try:
-                    task.draw(plan.drawing(lm, length, only_check=True))
-                    fitting.append(length)
-                except DoesNotFit as error:
-                    reasons.append(error)
-            chosen |= {task: tuple(fitting)} if fitting else {}
-        if name in TASKS and reasons:
+        entries = list(itertools.product(GROUPS.get(name) or (TASKS[name],), lengths))
+        reasons = list[DoesNotFit]()
+        for task, length in entries:
+            try:
+                drawn[task.name, length] = task.draw(Drawing(lm, plan.sources, length, plan.samples, plan.seed))
+            except DoesNotFit as error:
+                reasons.append(error)
+        if reasons and (name in TASKS or len(reasons) == len(entries)):
             raise reasons[0]
-        runs = any(task in chosen for task in group)
-        require(runs, f"--tasks {name}: no task of it can be run: {next(iter(reasons), '')}")
         skipped += map(str, reasons)
-    return dataclasses.replace(plan, tasks=tuple(chosen.items()), skipped=tuple(skipped))
+    return dataclasses.replace(plan, drawn=drawn, skipped=tuple(dict.fromkeys(skipped)))
 
 
 #: report(job, done, total): samples done, of those to do when the run began.
@@ -135,30 +124,24 @@ def run_plan(
         plan = dataclasses.replace(plan, methods=methods)
         built = {spec.label: builder.build(spec) for spec in methods}
         results.open(_config(plan, builder))
-    tasks = {task.name: task for task, _ in plan.tasks}
     specs = {spec.label: spec for spec in plan.methods}
     jobs = [job for job in plan.jobs() if not results.has(job)]
-
-    @functools.lru_cache(maxsize=len(tasks))  # the methods of a length ask the same samples
-    def draw(name: str, length: int) -> Sequence[Any]:
-        return tasks[name].draw(plan.drawing(builder.lm, length))
+    done, total = 0, sum(len(plan.drawn[job.task, job.length]) for job in jobs)
 
     @functools.lru_cache
     def within(label: str, prompt_tokens: int) -> Built:
         assert plan.kv_share is not None
         return builder.build_within(specs[label], plan.kv_share, CallSizes(prompt_tokens))
 
-    for number, job in enumerate(jobs):
-        task, method = tasks[job.task], built[job.method]
-        samples = draw(job.task, job.length)
+    for job in jobs:
+        task, samples, method = TASKS[job.task], plan.drawn[job.task, job.length], built[job.method]
         if plan.kv_share is not None:
             method = within(job.method, task.prompt_tokens(builder.lm, samples, job.protocol))
-        done = plan.samples * number
 
         def advance(count: int, job: Job = job) -> None:
             nonlocal done
             done += count
-            report(job, done, plan.samples * len(jobs))
+            report(job, done, total)
 
         record = task.measure(method.lm, samples, job.protocol, plan.batch, advance)
         origins = {name: plan.sources.origin(name) for name in task.needs}
@@ -175,7 +158,6 @@ def run_plan(
                 "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             },
         )
-        advance(plan.samples * (number + 1) - done)  # a file may hold fewer samples
         results.write_table(plan.skipped)
     results.write_table(plan.skipped)
     return results.read_all()
@@ -183,7 +165,7 @@ def run_plan(
 
 def _config(plan: Plan, builder: Builder) -> dict[str, Any]:
     """Settings that the results depend on."""
-    lm, names = builder.lm, {name: None for task, _ in plan.tasks for name in task.needs}
+    lm, names = builder.lm, dict.fromkeys(name for task, _ in plan.drawn for name in TASKS[task].needs)
     origins = {name: plan.sources.origin(name) for name in names}
     return {
         "format": FORMAT,

@@ -39,7 +39,7 @@ def _draw(drawing: Drawing, task: str) -> list[Sample]:
         num_bytes = largest(fits, _LEAST_BYTES)
     if num_bytes is None:
         raise drawing.too_short(f"recall_{task}", tokens(_LEAST_BYTES))
-    return samples(num_bytes, 0 if drawing.only_check else drawing.count)
+    return samples(num_bytes, drawing.count)
 
 
 def _sample(document: Document) -> Sample:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tca_jax.errors import explaining, require
-from tca_jax.lab.evaluation.samples import Drawing, Mark, Prompt, Sample, Task, asked_with_lead
+from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Mark, Prompt, Sample, Task, asked_with_lead
 from tca_jax.lab.evaluation.sources import Sources, read_json_file
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -40,7 +40,6 @@ def _hits(sample: Sample, text: str) -> tuple[bool, ...]:
 
 # Haystacks of the right size.
 
-_AMPLE = 0.5  # of a length: if one sample takes no more, all fit
 #: make(rng, size, index): sample `index` with a haystack of `size` pieces (sentences, words, documents).
 Maker = Callable[[random.Random, int, int], Sample]
 
@@ -57,20 +56,12 @@ def _task(
     def draw(drawing: Drawing) -> list[Sample]:
         least, make = haystack(drawing)
 
-        def made(size: int, index: int, purpose: str = "sample", length: int = drawing.length) -> Sample:
-            return make(_seeded(drawing.seed, length, name, purpose, index), size, index)
+        def made(size: int, index: int, purpose: str = "sample") -> Sample:
+            return make(_seeded(drawing.seed, drawing.length, name, purpose, index), size, index)
 
         def tokens(sample: Sample) -> int:
             return len(sample.prompts["prefix"].encode(drawing.lm)) + new_tokens
 
-        if drawing.only_check:
-            length, needed = drawing.length, tokens(made(least, 0))
-            if needed > _AMPLE * length:  # the first length from there on at which all samples fit
-                while (needed := max(tokens(made(least, i, length=length)) for i in range(drawing.count))) > length:
-                    length = needed
-            if length > drawing.length:
-                raise drawing.too_short(name, length)
-            return []
         size = largest(lambda size: tokens(made(size, 0, f"size {size}")) <= drawing.length, least) or least
         samples = []
         for index in range(drawing.count):
@@ -334,6 +325,8 @@ class Question(NamedTuple):
 
 def _questions(drawing: Drawing, name: str, source: str) -> tuple[int, Maker]:
     """Question i of the file is sample i."""
+    if getattr(drawing.sources, source) is None:
+        raise DoesNotFit(f"{name}: needs --{source} FILE")
     questions, documents = _read_collection(drawing.sources, source)
     enough = drawing.count <= len(questions)
     require(enough, f"--samples {drawing.count}: --{source} has {len(questions)} questions for {name}")

@@ -94,7 +94,6 @@ class Drawing:
     length: int  # tokens of a prompt and its answer
     count: int  # samples; each depends on seed, task, length and its number only
     seed: int
-    only_check: bool = False  # check that samples fit, draw none
 
     def too_short(self, task: str, least: int) -> DoesNotFit:
         """The error for a length below `least`."""

@@ -86,10 +86,6 @@ class Sources:
             if path is not None:
                 path.open("rb").close()
 
-    def lacks(self, name: str) -> bool:
-        """Whether a source is a file that the user did not name."""
-        return name in ("squad", "hotpotqa") and getattr(self, name) is None
-
     @functools.cached_property
     def essay_words(self) -> list[str]:
         """Words of the haystacks' text."""

@@ -90,7 +90,7 @@ def test_suite_runs_and_continues():
         (["--lengths=8192"], "--lengths 8192: must lie in [1, 4096], positions of model"),
         (["--tasks=fwe", "--lengths=256"], "--lengths 256: fwe needs at least"),
         (["--tasks=qa_1", "--lengths=4096"], "qa_1: needs --squad FILE"),
-        (["--tasks=recall", "--lengths=128"], "--tasks recall: no task of it can be run: --lengths 128: recall_digits"),
+        (["--tasks=recall", "--lengths=128"], "--lengths 128: recall_digits needs at least 3500"),
         (["--squad=absent.json"], "absent.json: No such file or directory"),
         (["--kv-share=1.5"], "--kv-share = 1.5: must lie in (0, 1]"),
         (["--methods=tca", "--tasks=loss", "--lengths=128"], "--methods tca: needs --profile DIR"),
@@ -114,14 +114,13 @@ def test_groups_skip_tasks_that_do_not_fit():
     settings = {"samples": 1, "seed": 0, "sources": Sources(), "kv_share": None, "batch": 1}
     checkpoint, methods = open_checkpoint("model"), parse_methods("full")
     plan = make_plan(checkpoint, methods, ["ruler"], [1024, 4096], ["prefix", "late"], **settings)
-    lengths = {task.name: lengths for task, lengths in plan.tasks}
-    assert set(lengths) == {task.name for task in TASKS} - {"cwe", "qa_1", "qa_2"}
-    assert lengths["niah_single_1"] == (1024, 4096)
-    assert lengths["vt"] == (4096,)
+    assert {name for name, _ in plan.drawn} == {task.name for task in TASKS} - {"cwe", "qa_1", "qa_2"}
+    assert [length for name, length in plan.drawn if name == "niah_single_1"] == [1024, 4096]
+    assert [length for name, length in plan.drawn if name == "vt"] == [4096]
     assert "qa_1: needs --squad FILE" in plan.skipped
     assert any(reason.startswith("--lengths 4096: cwe needs at least") for reason in plan.skipped)
     jobs = plan.jobs()
-    assert len(jobs) == len(set(jobs)) == 2 * sum(map(len, lengths.values()))
+    assert len(jobs) == len(set(jobs)) == 2 * len(plan.drawn)
 
 
 # --- tuning ---
