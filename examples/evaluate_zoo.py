@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import multiprocessing
 import os
@@ -33,9 +32,9 @@ import tca_jax
 from tca_jax import TCAConfig
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.score import score_answers
+from tca_jax.lab.evaluation.recall_tasks import TASKS, sample_of
 from tca_jax.lab.recall import PROTOCOLS, Document
 from tca_jax.lab.recall.corpus import corpus
-from tca_jax.lab.recall.evaluation import ask
 from tca_jax.lab.recall.protocols import chat_answer, chat_document, chat_question
 from tca_jax.loading import shipped_profile
 
@@ -97,12 +96,15 @@ def losses(lm: tca_jax.LM, texts: Sequence[list[int]], window: int) -> dict[str,
 
 def answers(lm: tca_jax.LM, documents: dict[str, list[Document]]) -> dict[str, Any]:
     """Share of right answers by protocol and task, and the share of full attention's KV bytes."""
-    right: dict[str, dict[str, float]] = {}
-    for protocol in PROTOCOLS:
-        found = ask(lm, list(itertools.chain(*documents.values())), protocol, batch=_BATCH)
-        marks = iter(found.right)
-        right[protocol] = {task: float(np.mean([next(marks) for _ in each])) for task, each in documents.items()}
-    return {"right": right, "kv_share": float(found.kv_cache_share)}
+    samples = {task: [sample_of(document) for document in each] for task, each in documents.items()}
+    found = {
+        protocol: {task: TASKS[0].measure(lm, of, protocol, _BATCH, lambda count: None) for task, of in samples.items()}
+        for protocol in PROTOCOLS
+    }
+    right = {protocol: {task: record["score"] / 100 for task, record in of.items()} for protocol, of in found.items()}
+    late = list(found["late"].values())
+    held, full = (sum(record[name] for record in late) for name in ("kv_cache_bytes", "full_kv_cache_bytes"))
+    return {"right": right, "kv_share": held / full}
 
 
 def evaluate(folder: Path, out: Path, plan: Plan) -> None:

@@ -173,7 +173,7 @@ MIXTURES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def draw_documents(
     seed: tuple[int, ...] | int, count: int, num_bytes: int, member: str, task: str, split: str = "held-out"
 ) -> list[Document]:
-    """As `recall.evaluation.draw_documents`, of a member's tasks: a question of `task`, then one of each other."""
+    """As `recall.documents.draw_documents`, of a member's tasks: a question of `task`, then one of each other."""
     documents = []
     for number in range(count):
         rng = np.random.default_rng((*np.atleast_1d(seed).tolist(), number))

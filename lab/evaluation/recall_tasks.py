@@ -8,8 +8,9 @@ from tca_jax.lab.evaluation.ruler import largest
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Mark, Prompt, Sample, Task, by_protocol
 from tca_jax.lab.recall import TASKS as RECALL_TASKS
 from tca_jax.lab.recall import Document, is_correct
-from tca_jax.lab.recall.evaluation import ANSWER_TOKENS, draw_documents
+from tca_jax.lab.recall.documents import draw_documents
 from tca_jax.lab.recall.protocols import WITH_LEAD, asked
+from tca_jax.lab.recall.tasks import ANSWER_TOKENS
 
 _LEAST_BYTES = 3500  # that the facts of all tasks may take
 _SEED = 2  # the questions of the shipped model's card
@@ -21,7 +22,7 @@ def _draw(drawing: Drawing, task: str) -> list[Sample]:
     special = len(Prompt("a", "", chat=False).encode(drawing.lm)) - 1
 
     def samples(num_bytes: int, count: int) -> list[Sample]:
-        return [_sample(document) for document in draw_documents((drawing.seed, _SEED), count, num_bytes, task)]
+        return [sample_of(document) for document in draw_documents((drawing.seed, _SEED), count, num_bytes, task)]
 
     def tokens(num_bytes: int) -> int:
         return len(samples(num_bytes, 1)[0].prompts["prefix"].encode(drawing.lm)) - special
@@ -42,7 +43,8 @@ def _draw(drawing: Drawing, task: str) -> list[Sample]:
     return samples(num_bytes, drawing.count)
 
 
-def _sample(document: Document) -> Sample:
+def sample_of(document: Document) -> Sample:
+    """A document's first question."""
     question = document.questions[0]
     prefix = Prompt(document.text, asked(question) + question.lead, chat=False)
     prompts = by_protocol(prefix, Prompt(document.text, f"\n\n{question.text}"))

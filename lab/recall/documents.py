@@ -12,7 +12,8 @@ import numpy as np
 from tca_jax.errors import require
 from tca_jax.lab.recall.corpus import corpus, line_starts
 from tca_jax.lab.recall.facts import Fact, draw_keys
-from tca_jax.lab.recall.tasks import Question, draw_question
+from tca_jax.lab.recall.protocols import completion
+from tca_jax.lab.recall.tasks import TASKS, Question, draw_question
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,19 @@ def build_document(rng: np.random.Generator, num_bytes: int, tasks: Sequence[str
     """
     keys = draw_keys(rng)
     return hide(rng, num_bytes, [draw_question(rng, task, keys) for task in tasks], split)
+
+
+def draw_documents(
+    seed: tuple[int, ...] | int, count: int, num_bytes: int, task: str, split: str = "held-out"
+) -> list[Document]:
+    """Documents with a question of `task` first and one of every other; `num_bytes` count the first question."""
+    documents, tasks = [], [task, *(other for other in TASKS if other != task)]
+    for number in range(count):
+        rng = np.random.default_rng((*np.atleast_1d(seed).tolist(), number))
+        keys = draw_keys(rng)
+        questions = [draw_question(rng, name, keys) for name in tasks]
+        documents.append(hide(rng, num_bytes - len(completion("", questions[0])), questions, split))
+    return documents
 
 
 def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question], split: str) -> Document:

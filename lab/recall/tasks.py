@@ -10,6 +10,8 @@ import numpy as np
 from tca_jax.errors import require_name
 from tca_jax.lab.recall.facts import KINDS, Fact, draw_fact, draw_value, one_of, similar_keys
 
+#: Room for any answer of any task in a byte-level chat: the longest are those of tracking over four hops.
+ANSWER_TOKENS = 448
 _ORDINALS = ("first", "second", "third", "fourth")
 _WORDINGS = (
     "What is the {kind} for {key}?",

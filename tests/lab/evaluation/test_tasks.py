@@ -13,7 +13,7 @@ from tca_jax.engine.score import score_answers
 from tca_jax.lab.evaluation import recall_tasks, ruler, text_tasks
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing
 from tca_jax.lab.evaluation.sources import Sources, load_words
-from tca_jax.lab.recall.evaluation import draw_documents
+from tca_jax.lab.recall.documents import draw_documents
 from tca_jax.lab.recall.protocols import chat_answer, chat_document, chat_question, completion
 from tca_jax.loading import open_checkpoint
 

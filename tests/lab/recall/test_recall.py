@@ -5,12 +5,12 @@ import hashlib
 import numpy as np
 import pytest
 
-from tca_jax.lab.recall import PROTOCOLS, TASKS, build_document, draw_question, evaluation
+from tca_jax.lab.recall import PROTOCOLS, TASKS, build_document, draw_question
 from tca_jax.lab.recall.corpus import HELD_OUT_MODULES, corpus, source_files
-from tca_jax.lab.recall.evaluation import draw_documents
+from tca_jax.lab.recall.documents import draw_documents
 from tca_jax.lab.recall.facts import Fact, draw_keys
 from tca_jax.lab.recall.protocols import PREAMBLES, chat_answer, chat_document, chat_question, completion, is_correct
-from tca_jax.lab.recall.tasks import Question
+from tca_jax.lab.recall.tasks import ANSWER_TOKENS, Question
 from tca_jax.loading import checkpoint_folder
 
 EVERY_TASK = tuple(TASKS)
@@ -47,7 +47,7 @@ def test_questions_keep_their_text(task):
         rng = np.random.default_rng(seed)
         question = draw_question(rng, task, draw_keys(rng))
         assert is_correct(question, chat_answer(question), "late")
-        assert len(chat_answer(question)) < evaluation.ANSWER_TOKENS
+        assert len(chat_answer(question)) < ANSWER_TOKENS
         lines = (*(fact.line for fact in question.facts), question.text, question.lead, question.answer)
         found.update("\0".join(lines).encode())
     assert found.hexdigest()[:12] == DIGESTS[task]
