@@ -39,7 +39,6 @@ from tca_jax.pallas_kernels.numerics import cdiv
 
 RESULTS = Path("out") / "bench"
 CHECKED_TOKENS = 8192  # longest input on which kernels are compared with the XLA oracle
-COPIED_BYTES = 2**31  # of the array whose copy measures the memory bandwidth
 
 _COMPILED_AT_ONCE = 4  # programs, in threads
 _SAMPLE_SECONDS = 0.02
@@ -54,7 +53,6 @@ ModelsOption = Annotated[
 ]
 WindowOption = Annotated[int, typer.Option(help="Window of TCA, tokens.")]
 RepeatsOption = Annotated[int, typer.Option(help="Timed rounds.", min=1)]
-CopyBytesOption = Annotated[int, typer.Option(help="Bytes of the copy that measures memory.", min=2**20)]
 SeedOption = Annotated[int, typer.Option(help="Seed of random inputs.", min=0)]
 OutOption = Annotated[Path, typer.Option(help="Folder of the results.")]
 NameOption = Annotated[str, typer.Option(help="Name of the result files.")]
@@ -125,8 +123,9 @@ def time_in_turns(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def copy_rate(num_bytes: int, repeats: int) -> float:
+def copy_rate(repeats: int) -> float:
     """Bytes per second, read and written, of the fastest copy of a large array: the rate of the byte floors."""
+    num_bytes = 2**31 if jax.default_backend() == "gpu" else 2**24
     source = random_normal(jax.random.key(0), (num_bytes // 1024, 256), jnp.float32)
     calls = {copy: functools.partial(jax.jit(copy), source) for copy in (jnp.copy, lambda x: x + 1)}
     return 2 * source.nbytes / min(time_in_turns(calls, repeats).values())
@@ -150,12 +149,6 @@ def fitted(call: Callable[[], T], what: str) -> T | None:
         print(f"does not fit: {what}: {str(error).splitlines()[0]}", flush=True)
     gc.collect()  # arrays that the error referred to
     return None
-
-
-def free_bytes() -> float:
-    """Free device memory; infinity where the device does not report it."""
-    limit = allocator_limit()
-    return math.inf if limit is None else limit - jax.local_devices()[0].memory_stats()["bytes_in_use"]
 
 
 class Compilations:

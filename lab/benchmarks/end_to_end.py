@@ -162,7 +162,6 @@ def main(
     fp8: Annotated[list[Stored] | None, typer.Option(help="What is stored in fp8; may be repeated.")] = None,
     backend: BackendOption = "auto",
     window: common.WindowOption = tca_jax.TCAConfig.window,
-    copy_bytes: common.CopyBytesOption = common.COPIED_BYTES,
     repeats: common.RepeatsOption = 3,
     out: common.OutOption = common.RESULTS,
     name: common.NameOption = "end-to-end",
@@ -184,7 +183,7 @@ def main(
         if devices is not None and model in shapes.CONFIGS:
             check_mesh(devices, shapes.CONFIGS[model], model)
     batch = rows * math.lcm(*(axis_size(devices, DATA) for devices in meshes))  # the same prompts on every mesh
-    rates = common.copy_rate(copy_bytes, repeats), common.product_rate(repeats)
+    rates = common.copy_rate(repeats), common.product_rate(repeats)
     given = Conditions(batch, new_tokens, backend, repeats, *rates)
     sizes = {**dataclasses.asdict(given), "copied": rates[0] / 1e9, "multiplied": rates[1] / 1e12}
     note = NOTE.format(**sizes, shares=shapes.describe_shares(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -71,11 +72,11 @@ CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Synthetic budgets of TCA: a mean share of the ranked blocks, unequal between heads as after calibration."""
+    """Synthetic budgets of TCA, as after calibration: shares of the ranked blocks."""
 
-    cache: float  # share that the cache keeps
-    prefill: float | None = None  # share that prompt queries attend to, equal between heads; None for `cache`
-    blocks: int = 0  # KV heads of the model with the reading "blocks", spread over the layers
+    cache: float  # mean share that the cache keeps: some heads keep everything, the others as much as prefill reads
+    prefill: float = 0.0  # share that prompt queries attend to: that of the nearest candidate
+    blocks: int = 0  # KV heads of the model with the reading "blocks"
 
     @classmethod
     def parse(cls, text: str) -> Share:
@@ -83,37 +84,35 @@ class Share:
         try:
             shares, _, blocks = str(text).partition("+")
             cache, *prefill = reversed([float(share) for share in shares.split(":", 1)])
-            share = cls(cache, prefill[0] if prefill else None, int(blocks or 0))
+            share = cls(cache, prefill[0] if prefill else 0.0, int(blocks or 0))
         except (TypeError, ValueError):
             raise typer.BadParameter(f"{text}: must be CACHE or PREFILL:CACHE, such as 0.05:0.25+16") from None
-        if not 0 < (share.prefill or cache / 2) < cache < 1:
+        if not 0 <= share.prefill < cache < 1:
             raise typer.BadParameter(f"{text}: must be between 0 and 1, prefill below cache")
         return share
 
     def __str__(self) -> str:
-        shares = f"{self.cache:g}" if self.prefill is None else f"{self.prefill:g}:{self.cache:g}"
+        shares = f"{self.prefill:g}:{self.cache:g}" if self.prefill else f"{self.cache:g}"
         return f"TCA {shares}" + (f"+{self.blocks}" if self.blocks else "")
 
     def method(self, config: TCAConfig, kv_heads: int, num_layers: int = 1) -> Method:
-        """TCA with these budgets in every layer."""
-        most, prefill = kv_heads * num_layers, None
+        """TCA with these budgets; dense heads and those that read blocks are spread over the layers."""
+        most, all_tokens = kv_heads * num_layers, config.num_candidates
         require(self.blocks <= most, f"--block-shares +{self.blocks}: there are {most} KV heads")
-        rows = unequal_candidates(config, kv_heads, self.cache)
-        if self.prefill is not None:
-            candidates = (int(np.abs(_row_shares(config) - self.prefill).argmin()),) * kv_heads
-            rows, prefill = _with_dense_heads(config, candidates, self.cache), (candidates,) * num_layers
-        readings = self._readings(rows, num_layers) if self.blocks else "sparse"
-        return methods.configured(config, (rows,) * num_layers, prefill_candidates=prefill, readings=readings)
+        shares = candidate_distributions(config) @ budget_sizes(config) / config.block_size  # of candidates, [M + 1]
+        sparse = int(np.abs(shares - self.prefill).argmin())
+        dense = round(most * max(0.0, self.cache - shares[sparse]) / (1 - shares[sparse]))
+        candidates = _spread(dense, all_tokens, sparse, kv_heads, num_layers)
+        readings = _spread(self.blocks, "blocks", "sparse", kv_heads, num_layers)
+        prefill = ((sparse,) * kv_heads,) * num_layers
+        return methods.configured(config, candidates, prefill_candidates=prefill, readings=readings)
 
-    def _readings(self, rows: tuple[int, ...], num_layers: int) -> tuple[tuple[str, ...], ...]:
-        """The densest heads of each layer read blocks, spread over the layers as evenly as possible."""
-        each, rest = divmod(self.blocks, num_layers)
-        more = {int((i + 0.5) * num_layers / rest - 0.5) for i in range(rest)}
-        densest = np.argsort(-np.asarray(rows), kind="stable")
-        readings = np.full((num_layers, len(rows)), "sparse")
-        for layer in range(num_layers):
-            readings[layer, densest[: each + (layer in more)]] = "blocks"
-        return tuple(map(tuple, readings.tolist()))
+
+def _spread(count: int, one: Any, other: Any, kv_heads: int, num_layers: int) -> tuple[tuple[Any, ...], ...]:
+    """For each layer and KV head, `count` times `one` in the first heads of evenly spread layers, else `other`."""
+    ends = [count * layer // num_layers for layer in range(num_layers + 1)]
+    counts = [end - start for start, end in itertools.pairwise(ends)]
+    return tuple((one,) * each + (other,) * (kv_heads - each) for each in counts)
 
 
 BlockSharesOption = Annotated[
@@ -150,9 +149,8 @@ def describe_shares(config: TCAConfig) -> str:
     """How the notes of tables explain the names of attentions."""
     return (
         "`TCA PREFILL:CACHE+N`: prompt queries attend to PREFILL of the ranked blocks (in every head the nearest "
-        "candidate), the cache keeps CACHE of them (as many dense heads as that takes), N KV heads have the reading "
-        "`blocks`; `TCA SHARE`: one share, unequal between heads. Window "
-        f"{config.window}, reserve {config.reserve_tokens} tokens per head."
+        "candidate, without PREFILL candidate 0), the cache keeps CACHE of them (as many dense heads as that takes), N "
+        f"KV heads have the reading `blocks`. Window {config.window}, reserve {config.reserve_tokens} tokens per head."
     )
 
 
@@ -160,33 +158,6 @@ def parse_methods(texts: Sequence[str] | None) -> dict[str, Method]:
     """Registered methods, such as "streaming:window=4096"."""
     parts = {text: joined(parse_parts(text, "--methods"), f"--methods {text}") for text in texts or ()}
     return {text: methods.get(name, **options) for text, (name, options) in parts.items()}
-
-
-def unequal_candidates(config: TCAConfig, kv_heads: int, share: float) -> tuple[int, ...]:
-    """Candidates of KV heads with a mean share near `share` (within 0.02 from 4 heads on), unequal between heads."""
-    shares = _row_shares(config)
-    wanted = share + min(share, 1 - share) * np.linspace(-0.75, 0.75, kv_heads)
-    rows = np.abs(shares - wanted[:, None]).argmin(axis=1)
-    while True:  # one head a step, towards the mean
-        error = share - shares[rows].mean()
-        steps = np.clip(rows + int(np.sign(error)), 0, len(shares) - 1)
-        errors = np.abs(error - (shares[steps] - shares[rows]) / kv_heads)
-        if errors.min() >= abs(error):
-            return tuple(np.random.default_rng(0).permutation(rows).tolist())
-        rows[errors.argmin()] = steps[errors.argmin()]
-
-
-def _with_dense_heads(config: TCAConfig, candidates: tuple[int, ...], share: float) -> tuple[int, ...]:
-    """The candidates with as many dense heads as bring the mean nearest to `share`; at least one."""
-    shares, mixes = _row_shares(config), np.tile(candidates, (len(candidates), 1))
-    for dense, mix in enumerate(mixes, 1):
-        mix[:dense] = config.num_candidates
-    return tuple(mixes[np.abs(shares[mixes].mean(axis=1) - share).argmin()].tolist())
-
-
-def _row_shares(config: TCAConfig) -> np.ndarray:
-    """Mean share of a block that each candidate keeps, `[M + 1]`."""
-    return candidate_distributions(config) @ budget_sizes(config) / config.block_size
 
 
 def find_configs(names: Sequence[str] | None, *, whole: bool, default: Sequence[str] = ("llama3.1-8b",)) -> list[str]:

@@ -297,7 +297,6 @@ def main(
     layers: Annotated[int | None, typer.Option(help="Layers of random weights; all by default.", min=1)] = None,
     backend: BackendOption = "auto",
     window: common.WindowOption = tca_jax.TCAConfig.window,
-    copy_bytes: common.CopyBytesOption = common.COPIED_BYTES,
     out: common.OutOption = common.RESULTS,
     name: common.NameOption = "serve",
 ) -> None:
@@ -330,7 +329,7 @@ def main(
         results.finish("Failed: " + "; ".join(problems) + "." if problems else "Nothing failed.")
         require(not problems, "; ".join(problems))
         return
-    copied = common.copy_rate(copy_bytes, _COPY_REPEATS)
+    copied = common.copy_rate(_COPY_REPEATS)
     results = common.Results(out, name, f"Serving {lm.name}", NOTE.format(**sizes, copied=copied / 1e9))
     for attention, method in tested.items():
         served = Served(lm.with_method(method), load, backend)

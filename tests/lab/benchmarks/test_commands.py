@@ -19,10 +19,9 @@ from tca_jax.lab.benchmarks.models import CONFIGS, Share
 TINY = ["--models=tiny", "--lengths=512", "--window=128"]
 SERVE = [
     *("--model=tiny", "--tokens=512", "--window=128", "--layers=1", "--block-shares=0.25", "--rows=2", "--documents=2"),
-    *("--prompt-tokens=300", "--answer-tokens=8", "--rate=50", "--requests=4", "--copy-bytes=1048576"),
+    *("--prompt-tokens=300", "--answer-tokens=8", "--rate=50", "--requests=4"),
 ]
 SOAK = ["--minutes=0.3", "--documents=4", "--question-tokens=40"]
-FLOORS = ["--copy-bytes=1048576", "--repeats=1"]
 XLA = "--backend=xla"
 
 run, error = (functools.partial(each, "bench") for each in (commands.run, commands.error))
@@ -51,7 +50,7 @@ def test_attention_compares_methods_with_full_attention(tmp_path):
 
 
 def test_decode_compares_caches_by_their_bytes(tmp_path):
-    args = [*TINY, *FLOORS, XLA, "--block-shares=0.2", "--rows=2", "--layers=1", "--kv=fp8"]
+    args = [*TINY, "--repeats=1", XLA, "--block-shares=0.2", "--rows=2", "--kv=fp8"]
     rows = bench("decode", tmp_path, *args)
     positive(rows)
     layer = [row for row in rows if row["table"] == rows[0]["table"]]
@@ -60,7 +59,7 @@ def test_decode_compares_caches_by_their_bytes(tmp_path):
 
 
 def test_end_to_end_times_answers_and_questions(tmp_path):
-    args = [*TINY, *FLOORS, "--block-shares=0.05:0.5", "--new-tokens=4", "--layers=1", "--questions=2"]
+    args = [*TINY, "--repeats=1", "--block-shares=0.05:0.5", "--new-tokens=4", "--layers=1", "--questions=2"]
     full, tca, *asked = bench("end-to-end", tmp_path, *args)
     assert (full["attention"], tca["attention"]) == ("full", "TCA 0.05:0.5")
     assert full["TTFT speed-up"] == full["ms/token speed-up"] == full["kept"] == full["area"] == 1
@@ -75,7 +74,7 @@ def test_end_to_end_times_answers_and_questions(tmp_path):
 def test_end_to_end_runs_over_meshes(tmp_path, monkeypatch):
     monkeypatch.setenv(LAUNCH_ORDER, "1")
     meshes = ["--mesh=1x1", "--mesh=2x2", "--layers=1"]
-    args = [*TINY, *FLOORS, *meshes, "--no-full", "--block-shares=0.3", "--new-tokens=4"]
+    args = [*TINY, "--repeats=1", *meshes, "--no-full", "--block-shares=0.3", "--new-tokens=4"]
     one, four = bench("end-to-end", tmp_path, *args)
     assert (one["mesh"], four["mesh"]) == ("1x1", "2x2")
     assert four["GB per device"] < one["GB per device"] < 4 * four["GB per device"]
@@ -88,7 +87,7 @@ def test_end_to_end_runs_over_meshes(tmp_path, monkeypatch):
         (["sparsity"], "No such command 'sparsity'"),
         (["attention", "--models=gpt2"], "--models gpt2: must be one of ['llama3.1-8b', "),
         (["attention"], "--lengths 16384: a CPU takes at most 4096 tokens; pass --models tiny --lengths 1024"),
-        (["decode", "--lengths=1024"], "--models llama3.1-8b: needs a GPU, this is 'cpu'; pass --models tiny"),
+        (["end-to-end", "--lengths=1024"], "--models llama3.1-8b: needs a GPU, this is 'cpu'; pass --models tiny"),
         (["serve", "--tokens=100"], "--tokens 100: must be a multiple of 128 and at least 4224, one block more than"),
         (["decode", *TINY, "--block-shares=0.2:0.1"], "0.2:0.1: must be between 0 and 1, prefill below cache"),
         (["decode", *TINY, "--backend=cuda"], "--backend 'cuda': must be one of"),
