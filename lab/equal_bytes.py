@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from tca_jax.engine.extend import num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.errors import UserError, check_integer, check_number, least_share
@@ -19,35 +18,22 @@ _SHARES = 4096  # of these steps `share` is a whole number
 
 
 class CallSizes(NamedTuple):
-    """What the bytes of a call's caches depend on, beside the method."""
+    """What the bytes of a prompt's or a context's caches depend on, beside the method."""
 
-    prompt_tokens: int  # of the longest prompt, or of the longest document of a context
-    new_tokens: int | None = None  # most tokens of an answer; None for a context (`tca_jax.prefill`) by itself
-    question_tokens: int | None = None  # most tokens behind a context before the answer; None without a context
+    prompt_tokens: int
 
 
-def with_bytes(
-    lm: LM,
-    name: str,
-    kv_share: float,
-    prompt_tokens: int,
-    new_tokens: int | None = None,
-    *,
-    question_tokens: int | None = None,
-    **options: Any,
-) -> LM:
+def with_bytes(lm: LM, name: str, kv_share: float, prompt_tokens: int, **options: Any) -> LM:
     """The model under a method whose cache takes at most `kv_share` of full attention's bytes, in (0, 1].
 
     Sets the method's one knob: `share` where it has that option, `window` of streaming, `candidate` of uniform; of a
-    pair, that of the cache's part. Bytes are those of `stats.kv_cache_bytes`, of one device with the complete model.
-    `prompt_tokens`, `new_tokens` and `question_tokens` are those of `CallSizes`, `options` those of `lm.with_method`.
-    ValueError if the smallest budget is too large or the method has no knob.
+    pair, that of the cache's part. Bytes are those of a context of `prompt_tokens`, without room for an answer, on one
+    device with the complete model. `options` are those of `lm.with_method`. ValueError if the smallest budget is too
+    large or the method has no knob.
     """
     check_number("kv_share", kv_share, above=0, at_most=1)
-    sizes = CallSizes(prompt_tokens, new_tokens, question_tokens)
-    for argument, value in sizes._asdict().items():
-        if value is not None or argument == "prompt_tokens":
-            check_integer(argument, value, at_least=1)
+    check_integer("prompt_tokens", prompt_tokens, at_least=1)
+    sizes = CallSizes(prompt_tokens)
     knob, values = _knob(name, prompt_tokens, options)
     cache = name.split("+")[-1]
 
@@ -84,21 +70,7 @@ def _knob(name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, 
 
 
 def held_share(lm: LM, sizes: CallSizes) -> float:
-    """Cache bytes of a prompt, and of a question at the document's worst end in a block, over full attention's."""
-    fed = least = None
-    if sizes.question_tokens is not None and sizes.new_tokens is not None:
-        b, room = lm.method.cache.block_size, bucket_length(sizes.new_tokens)
-        fed, least = (num_columns(tokens, b) + room - 1 for tokens in (b - 1 + sizes.question_tokens, 1))
-    return _num_bytes(lm, sizes, fed) / _num_bytes(lm.with_method(BASELINE), sizes, least)
-
-
-def _num_bytes(lm: LM, sizes: CallSizes, fed: int | None) -> int:
-    """Bytes of the caches behind a prompt, as `generate` and `prefill` allocate them; `fed` tokens follow a context."""
-    tokens = bucket_length(sizes.prompt_tokens)
-    if fed is None:
-        room = 0 if sizes.new_tokens is None else bucket_length(sizes.new_tokens) - 1
-        layouts = [lm.cache_layout(1, tokens, room)]
-    else:
-        layouts = [lm.cache_layout(1, tokens), lm.following_layout(1, tokens, fed)]
-    # Of a share, the dtype does not matter.
-    return sum(layout.num_bytes(lm.config.head_dim, jnp.float32) for layout in layouts)
+    """Cache bytes of a context over full attention's."""
+    tokens, size = bucket_length(sizes.prompt_tokens), (lm.config.head_dim, jnp.float32)  # of a share, any dtype
+    held, full = (each.cache_layout(1, tokens).num_bytes(*size) for each in (lm, lm.with_method(BASELINE)))
+    return held / full

@@ -82,7 +82,7 @@ class Builder:
             if profile is not None and own.get("candidates") is profile.candidates:
                 model = self._within_profile(name, options, own, profile, kv_share, sizes)
             else:
-                model = with_bytes(self.lm, name, kv_share, **sizes._asdict(), **options)
+                model = with_bytes(self.lm, name, kv_share, sizes.prompt_tokens, **options)
         except ValueError as error:
             return Built(self.lm.with_method(name, **options), str(error), own_budget=True)
         return Built(model, f"{kv_share:.0%} of the bytes")
