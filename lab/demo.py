@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich import box
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine.contexts import prefill
+from tca_jax.engine.contexts import ContextStats, prefill
 from tca_jax.engine.generation import generate
 from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.errors import require, require_name
@@ -51,26 +50,18 @@ _LEAST_TOKENS = 3000  # all facts of `_TASKS`, and a little text between them; s
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """One answer of one method."""
+class Column:
+    """Costs of the document and answers of one method."""
 
-    method: str
-    question: str
-    expected: str
-    text: str
-    correct: bool
-    seconds: float  # from the question to the end of the answer, without compilation
+    stats: ContextStats  # of the document
+    texts: list[str]  # of the answers
+    right: list[bool]
+    seconds: list[float]  # from a question to the end of its answer, without compilation
 
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """Cost of the document under one method."""
-
-    method: str
-    seconds: float  # without compilation
-    kv_cache_bytes: int
-    full_kv_cache_bytes: int
-    attended_share: float  # of the document's causal pairs
+    @property
+    def share(self) -> float:
+        """KV cache bytes over full attention's."""
+        return self.stats.kv_cache_bytes / self.stats.full_kv_cache_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,35 +71,24 @@ class DemoResult:
     model: str
     tokens: int  # of the document
     window: int  # tokens, of the third method
-    answers: list[Answer]
-    readings: list[Reading]
+    questions: list[str]
+    columns: dict[str, Column]  # by method
     picture: Path
-
-    def of(self, method: str) -> list[Answer]:
-        """Answers of a method, in the questions' order."""
-        return [answer for answer in self.answers if answer.method == method]
-
-    def share(self, method: str) -> float:
-        """KV cache bytes over full attention's."""
-        reading = next(reading for reading in self.readings if reading.method == method)
-        return reading.kv_cache_bytes / reading.full_kv_cache_bytes
 
     def summary(self) -> str:
         """The figures in one sentence."""
-        right = {method: sum(answer.correct for answer in self.of(method)) for method in METHODS}
+        full, tca, window = (self.columns[name] for name in METHODS)
         return (
-            f"Asked after {self.tokens:,} tokens were read: full attention answers {right[FULL]} of "
-            f"{len(self.of(FULL))} questions, TCA {right[TCA]} with {self.share(TCA):.0%} of the KV cache, a window of "
-            f"{self.window:,} tokens with {self.share(WINDOW):.0%} of it {right[WINDOW]}."
+            f"Asked after {self.tokens:,} tokens were read: full attention answers {sum(full.right)} of "
+            f"{len(self.questions)} questions, TCA {sum(tca.right)} with {tca.share:.0%} of the KV cache, a window of "
+            f"{self.window:,} tokens with {window.share:.0%} of it {sum(window.right)}."
         )
 
-    def lost(self) -> list[tuple[Answer, Answer]]:
-        """Right answers of TCA beside the window's wrong ones."""
-        pairs = zip(self.of(TCA), self.of(WINDOW), strict=True)
-        return [(tca, window) for tca, window in pairs if tca.correct and not window.correct]
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "picture": str(self.picture)}
+    def lost(self) -> list[list[str]]:
+        """Questions that TCA answers and the window does not, with both answers."""
+        tca, window = self.columns[TCA], self.columns[WINDOW]
+        of_both = zip(self.questions, tca.texts, window.texts, tca.right, window.right, strict=True)
+        return [[*map(printable, each)] for *each, right, also in of_both if right and not also]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,26 +141,25 @@ def run_demo(
     tca = full.with_profile(Profile.load(profiles / "profile"))
     share = held_share(tca, CallSizes(len(exam.document)))
     window = with_bytes(full, "streaming", share, len(exam.document))
-    answers: list[Answer] = []
-    readings: list[Reading] = []
+    columns: dict[str, Column] = {}
     for name, lm in zip(METHODS, (full, tca, window), strict=True):
         report(f"{name}: compiling, and reading {len(exam.document):,} tokens", None, None)
         context = prefill(lm, exam.document)
-        stats = context.stats
-        held = stats.kv_cache_bytes, stats.full_kv_cache_bytes
-        readings.append(Reading(name, stats.prefill_seconds, *held, stats.attended_share))
-        for number, (question, text) in enumerate(zip(exam.asked, exam.texts, strict=True)):
+        columns[name] = column = Column(context.stats, [], [], [])
+        for number, (question, asked) in enumerate(zip(exam.asked, exam.texts, strict=True)):
             report(f"{name}: question {number + 1} of {len(exam.asked)}", number, len(exam.asked))
-            answered = generate(lm, text, context=context, max_new_tokens=_ANSWER_TOKENS[model])
-            seconds = answered.stats.prefill_seconds + answered.stats.seconds_per_token * len(answered.tokens[0])
-            said = answered.text[0]
+            answered = generate(lm, asked, context=context, max_new_tokens=_ANSWER_TOKENS[model])
+            stats, text = answered.stats, answered.text[0]
+            column.seconds.append(stats.prefill_seconds + stats.seconds_per_token * len(answered.tokens[0]))
+            column.texts.append(text)
             # recall-tiny was trained to answer in one form; of any other answer the value counts.
-            right = is_correct(question, said, "late") if question.task in _TASKS else question.answer in said
-            answers.append(Answer(name, question.text, question.sentence, said, right, seconds))
+            right = is_correct(question, text, "late") if question.task in _TASKS else question.answer in text
+            column.right.append(right)
     report("drawing the tokens that TCA keeps", None, None)
     out.mkdir(parents=True, exist_ok=True)
     picture = plot_selected_tokens(tca, exam.document, out / "demo.png", around=exam.fact)
-    return DemoResult(model, len(exam.document), window.method.cache.window, answers, readings, picture)
+    questions_asked = [question.text for question in exam.asked]
+    return DemoResult(model, len(exam.document), window.method.cache.window, questions_asked, columns, picture)
 
 
 def _recall_exam(checkpoint: Checkpoint, tokens: int, questions: int, seed: int) -> Exam:
@@ -224,17 +203,15 @@ def result_table(result: DemoResult) -> Table:
     table.add_column("", ratio=1)
     for name in METHODS:
         table.add_column(name, justify="right")
-    for answers in zip(*map(result.of, METHODS), strict=True):
-        marks = ["[green]right[/]" if answer.correct else "[red]wrong[/]" for answer in answers]
-        table.add_row(Text(printable(answers[0].question)), *marks)
+    columns = [result.columns[name] for name in METHODS]
+    for number, question in enumerate(result.questions):
+        marks = ["[green]right[/]" if column.right[number] else "[red]wrong[/]" for column in columns]
+        table.add_row(Text(printable(question)), *marks)
     table.add_section()
-    columns = [(reading, result.of(reading.method)) for reading in result.readings]
-    table.add_row("right answers", *(f"{sum(a.correct for a in answers)} of {len(answers)}" for _, answers in columns))
-    table.add_row("KV cache, MB", *(f"{reading.kv_cache_bytes / 1e6:.1f}" for reading, _ in columns))
-    table.add_row("prefill attends to", *(f"{reading.attended_share:.0%}" for reading, _ in columns))
-    table.add_row("seconds to read", *(f"{reading.seconds:.1f}" for reading, _ in columns))
-    seconds = (np.mean([answer.seconds for answer in answers]) for _, answers in columns)
-    table.add_row("seconds a question", *(f"{each:.1f}" for each in seconds))
+    table.add_row("KV cache, MB", *(f"{column.stats.kv_cache_bytes / 1e6:.1f}" for column in columns))
+    table.add_row("prefill attends to", *(f"{column.stats.attended_share:.0%}" for column in columns))
+    table.add_row("seconds to read", *(f"{column.stats.prefill_seconds:.1f}" for column in columns))
+    table.add_row("seconds a question", *(f"{np.mean(column.seconds):.1f}" for column in columns))
     return table
 
 

@@ -201,7 +201,7 @@ class Soak:
         self.documents, self.questions, self.prompts = (draw(1, words, size).tolist() for size in sizes)
         self.contexts = [tca_jax.prefill(lm, each, backend=backend) for each in self.documents]
         room = int(_DEVICE_ROOM * lm.cache_layout(1, load.tokens).num_pages)
-        self.options = {"max_rows": load.rows, "pages": room, "answer_tokens": load.room, "disk": disk}
+        self.options: common.Row = {"max_rows": load.rows, "pages": room, "answer_tokens": load.room, "disk": disk}
         self.options |= {"host_memory": int(_HOST_ROOM * self.contexts[0].stats.kv_cache_bytes), "backend": backend}
         self.outcomes, self.first_tokens = collections.Counter[str](), list[float]()
         self._answers: dict[tuple[int | None, int, bool], list[int]] = {}

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from tca_jax.cli.errors import naming_options
-from tca_jax.cli.files import print_json, require_writable
-from tca_jax.cli.options import JsonOption, SeedOption
+from tca_jax.cli.files import require_writable
+from tca_jax.cli.options import SeedOption
 from tca_jax.progress import progress
 
 
@@ -25,7 +25,6 @@ def demo(
     ] = None,
     seed: SeedOption = 0,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
-    as_json: JsonOption = False,
 ) -> None:
     """Ask questions about a long document with full attention, with TCA, and with a window of the same bytes.
 
@@ -42,17 +41,12 @@ def demo(
     questions = lab.DEFAULT_QUESTIONS[chosen] if questions is None else questions
     with naming_options("tokens", "questions"):
         checkpoint = lab.open_model(chosen, tokens, questions)
-    if not as_json:
-        print(lab.model_line(chosen), flush=True)
+    print(lab.model_line(chosen), flush=True)
     with progress(log=True) as report:
         result = lab.run_demo(checkpoint, tokens, questions, seed, out, report)
-    if as_json:
-        print_json(result.to_json())
-        return
     console = Console()
     console.print(lab.result_table(result))
-    for tca, window in result.lost()[:1]:
-        print(f"Lost by the window: {lab.printable(tca.question)}")
-        print(f"  tca: {lab.printable(tca.text)}\n  window: {lab.printable(window.text)}\n")
+    for question, tca, window in result.lost()[:1]:
+        print(f"Lost by the window: {question}\n  tca: {tca}\n  window: {window}\n")
     console.print(result.summary(), highlight=False)
     console.print(f"Picture: {result.picture}", markup=False, highlight=False, soft_wrap=True)
