@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,35 +71,25 @@ def answer(
     profile: sticks.ProfileOption = None,
     lengths: Annotated[str, typer.Option(help="Prompt lengths, by commas.")] = "2000,16000,31000",
     texts: sticks.TextsOption = None,
-    methods: Annotated[str, typer.Option(help="full, tca or both, by a comma; tca is each profile.")] = "full,tca",
-    jobs: Annotated[int, typer.Option(min=1, help="Processes at once; more than one share the device.")] = 1,
 ) -> None:
     """Times first answers of full attention and of the profiles, each in a process of its own."""
-    profiles = list(sticks.parse_profiles(profile).items()) if "tca" in methods.split(",") else []
+    profiles = list(sticks.parse_profiles(profile).items())
     following = {name: folder for (name, _), (_, folder) in zip(profiles, profiles[1:] + profiles[:1], strict=True)}
-    named = [*([("full", None)] if "full" in methods.split(",") else []), *profiles]
     tokens = [int(length) for length in lengths.split(",")]
-    runs = [
-        (name, folder, length, second if len(tokens) > 1 else length // 2)
-        for length, second in zip(tokens, tokens[1:] + tokens[:1], strict=True)
-        for name, folder in named
-    ]
-
-    def run(name: str, folder: Path | None, length: int, second: int) -> None:
-        other = following[name] if folder and len(profiles) > 1 else None
-        with tempfile.TemporaryDirectory() as cache:
-            arguments = [str(x) if x is not None else "" for x in (model, folder, other, length, second, texts)]
-            environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            command = [sys.executable, "-m", "tca_jax.lab.evaluation.first_answer", "one", *arguments]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name} at {length} failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
-            return
-        common = {"stick": STICK, "tokens": length, "method": name, "share": None, "seed": 0, "jobs": jobs}
-        _add(out, common | {"second": second} | json.loads(done.stdout.strip().splitlines()[-1]))
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda each: run(*each), runs))
+    for i, length in enumerate(tokens):
+        second = tokens[(i + 1) % len(tokens)] if len(tokens) > 1 else length // 2
+        for name, folder in [("full", None), *profiles]:
+            other = following[name] if folder and len(profiles) > 1 else None
+            with tempfile.TemporaryDirectory() as cache:
+                arguments = [str(x) if x is not None else "" for x in (model, folder, other, length, second, texts)]
+                environment = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+                command = [sys.executable, "-m", "tca_jax.lab.evaluation.first_answer", "one", *arguments]
+                done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+            if done.returncode:
+                print(f"{name} at {length} failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+                continue
+            common = {"stick": STICK, "tokens": length, "method": name, "share": None, "seed": 0, "second": second}
+            _add(out, common | json.loads(done.stdout.strip().splitlines()[-1]))
     print(table(sticks.read_records([out], STICK)))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tca_jax.errors import UserError, require
+from tca_jax.errors import require
 from tca_jax.files import replacing
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
 from tca_jax.models.json_object import read_json_object
@@ -91,16 +91,16 @@ class Results:
         return self.folder / TASKS / name / f"{job.task}-{job.length}-{job.protocol}.json"
 
     def has(self, job: Job) -> bool:
-        """Whether a job is finished; ValueError if its file is damaged."""
-        return self.path(job).exists() and _read_task(self.path(job))["method"] == job.method
+        """Whether a job is finished."""
+        return self.path(job).exists()
 
     def write(self, job: Job, record: Mapping[str, Any]) -> None:
         """Writes a finished job's file atomically."""
         write_json(self.path(job), {**job._asdict(), **record})
 
     def read_all(self) -> list[dict[str, Any]]:
-        """All finished jobs of this and earlier runs; ValueError if a file is damaged."""
-        return [_read_task(path) for path in _finished((self.folder / TASKS).glob("*/*.json"))]
+        """All finished jobs of this and earlier runs."""
+        return [read_json_object(path) for path in _finished((self.folder / TASKS).glob("*/*.json"))]
 
     def read_tuning(self) -> list[dict[str, Any]]:
         """Trials of `--tune` by method, TCA included."""
@@ -126,15 +126,6 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 def _finished(paths: Iterable[Path]) -> list[Path]:
     """Sorted, without names that begin with a dot, which a run that was killed leaves."""
     return sorted(path for path in paths if not path.name.startswith("."))
-
-
-def _read_task(path: Path) -> dict[str, Any]:
-    try:
-        record = read_json_object(path)
-        require("method" in record, f"{path} names no method")
-        return record
-    except ValueError as error:
-        raise UserError(f"{error}; delete it, and its task is run again") from None
 
 
 def table(

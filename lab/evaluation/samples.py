@@ -24,9 +24,7 @@ from tca_jax.pallas_kernels.numerics import cdiv
 
 #: Room of an answer beyond its first words, where these are not given.
 PREAMBLE_TOKENS = 64
-# Least room in the caches for answers: few sizes, so that tasks share programs; answers end earlier.
-_LEAST_ROOM = 128
-_LEAST_ROOM_BEHIND_A_QUESTION = 256
+_LEAST_ROOM = 256  # tokens in the caches for answers: few sizes, so that tasks share programs; answers end earlier
 _CACHE_SHARE = 0.25  # of the memory, for the caches of a batch; the rest is for weights, activations and copies
 _Encoded = list[tuple[list[int], list[int]]]
 _ARGUMENT = "a sample's prompt"
@@ -166,7 +164,7 @@ class Task:
             leads = {sample.prompts["prefix"].lead for sample in samples} - {""}
             most += PREAMBLE_TOKENS + max((len(lm.tokenizer(lead)["input_ids"]) for lead in leads), default=0)
         limit = max(1, min(most, positions))
-        return limit, answer_room(protocol, limit, positions)
+        return limit, max(1, min(max(_LEAST_ROOM, 1 << (limit - 1).bit_length()), positions))
 
     def _ask(self, lm: LM, prompts: _Encoded, limit: int, room: int) -> tuple[list[str], list[int], dict[str, float]]:
         """Texts, their numbers of tokens, and costs of one batch, with room for more tokens than are made."""
@@ -210,12 +208,6 @@ def _encoded(lm: LM, samples: Sequence[Sample], protocol: str) -> _Encoded:
     """Document and question of each prompt; without `READ_FIRST` the document has both."""
     prompts = [sample.prompts[protocol] for sample in samples]
     return [each.encode_apart(lm) if protocol in READ_FIRST else (each.encode(lm), []) for each in prompts]
-
-
-def answer_room(protocol: str, limit: int, positions: int) -> int:
-    """Room for an answer in the caches: a power of two of at least `limit`, within the positions."""
-    least = _LEAST_ROOM if protocol in WITH_LEAD else _LEAST_ROOM_BEHIND_A_QUESTION
-    return max(1, min(max(least, 1 << (limit - 1).bit_length()), positions))
 
 
 def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:

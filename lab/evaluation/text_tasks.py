@@ -10,7 +10,7 @@ import numpy as np
 
 from tca_jax.engine.contexts import prefill
 from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import Encoder, encode_prompt
+from tca_jax.engine.prompts import encode_prompt
 from tca_jax.engine.score import score, score_answers
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, batches
 from tca_jax.models.sharding import DATA, axis_size
@@ -34,7 +34,7 @@ class TextTask:
 
         Each begins with the tokenizer's first token, if any, as in training: without it sparse methods lose more.
         """
-        ids = _encode_text(drawing.lm, drawing.sources.user_text)
+        ids = encode_prompt(drawing.lm, drawing.sources.user_text, "--text")
         if drawing.length < _LEAST_TOKENS:
             raise drawing.too_short(self.name, _LEAST_TOKENS)
         if drawing.length > len(ids):
@@ -83,16 +83,6 @@ class TextTask:
             "kept_share": mean([each.kept_share for each in stats]),
             "prefill_seconds": mean([each.prefill_seconds for each in stats]) / rows,
         }
-
-
-_encoded: list[tuple[Any, str, list[int]]] = []  # tokenizer, text and ids of the last text
-
-
-def _encode_text(lm: Encoder, text: str) -> list[int]:
-    """Token ids of the text, kept for the next length."""
-    if not (_encoded and _encoded[0][0] is lm.tokenizer and _encoded[0][1] == text):
-        _encoded[:] = [(lm.tokenizer, text, encode_prompt(lm, text, "--text"))]
-    return _encoded[0][2]
 
 
 def _continued_tokens(length: int) -> int:

@@ -67,17 +67,6 @@ def test_finished_jobs_are_found_again(results):
     assert results.read_all() == [{**JOB._asdict(), "score": 1.0}]
 
 
-@pytest.mark.parametrize("content", ["", '{"method": "ra', "[]", "{}", "\udcff"])
-def test_a_damaged_file_is_named(results, content):
-    results.write(JOB, {})
-    results.path(JOB).write_text(content, errors="surrogateescape")
-    for read in (results.read_all, lambda: results.has(JOB)):
-        with pytest.raises(
-            ValueError, match=r"vt-512-late\.json (is not valid JSON|holds a list|names no method).*; delete it"
-        ):
-            read()
-
-
 # --- committed pages ---
 
 
