@@ -37,6 +37,7 @@ class Reading:
     mass: float = math.inf  # least mass of a block, times the head's weight, in a sampled query of the tile
     weighted: bool = True  # whether heads have their weights
     means: bool = False  # whether the other tokens of a block are seen as their mean
+    mean_weights: bool = False  # whether predicted worth weights them in it
     stride: int = 16  # every which query of a tile is sampled
 
     @property
@@ -46,9 +47,14 @@ class Reading:
         parts += [f"worth {self.selected:.0%}"] if self.selected is not None else []
         blocks = "weighted blocks" if self.weighted else "blocks"
         parts += [f"{blocks} {self.mass:g}"] if math.isfinite(self.mass) else []
-        parts += ["means"] * self.means
+        parts += [mean_label(self.mean_weights)] * self.means
         parts += [f"every query of {self.stride}"] if self.stride != Reading.stride else []
         return "read by " + ", ".join(parts)
+
+
+def mean_label(weighted: bool) -> str:
+    """Name of means in tables."""
+    return "means by worth" if weighted else "means"
 
 
 class LayerRead(NamedTuple):
@@ -67,8 +73,8 @@ def read_sparsely(
     require(reading.window % BLOCK == 0, f"window = {reading.window}: must be a multiple of {BLOCK}")
     passed = TextPass(lm, ids)
     theta = math.inf if reading.selected is None else maps.threshold(reading.selected)
-    settings = (theta, reading.mass, reading.window, reading.means)
-    scalars = tuple(map(jnp.float32, settings))
+    settings = theta, reading.mass, reading.window, reading.means
+    scalars = tuple(map(jnp.float32, (*settings, reading.mean_weights)))
 
     def arrays(number: int) -> tuple[Any, ...]:
         weight = maps.head_weights[number]
@@ -95,6 +101,7 @@ def _read_layer(
     mass: Array,
     window: Array,
     means: Array,
+    mean_weights: Array,
     lengths: Int[Array, " 1"],
     *,
     stride: int,
@@ -102,7 +109,7 @@ def _read_layer(
     predicted = predict(maps, module.attention_norm(x))
 
     def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, LayerRead]:
-        settings = (weight, mass, window.astype(jnp.int32), means > 0)
+        settings = (weight, mass, window.astype(jnp.int32), means > 0, mean_weights * predicted)
         out, pairs = _attend(q[0], k[0], v[0], predicted >= theta, lengths[0], *settings, stride)
         return out[None], LayerRead(k, v, predicted, pairs)
 
@@ -110,13 +117,25 @@ def _read_layer(
 
 
 def block_means(
-    x: Float[Array, "L Hkv d"], members: Bool[Array, "Hkv L"]
-) -> tuple[Float32[Array, "blocks Hkv d"], Float32[Array, "Hkv blocks"]]:
-    """Mean of the members of each block, and their number."""
-    blocks = x.astype(jnp.float32).reshape(-1, BLOCK, *x.shape[1:])
-    member = members.astype(jnp.float32).reshape(members.shape[0], -1, BLOCK)
-    count = member.sum(axis=-1)
-    return jnp.einsum("htb,tbhd->thd", member, blocks) / jnp.maximum(count.T, 1)[..., None], count
+    k: Float[Array, "L Hkv d"],
+    v: Float[Array, "L Hkv d"],
+    members: Bool[Array, "Hkv L"],
+    log_weights: Float32[Array, "Hkv L"],
+    size: int = BLOCK,
+) -> tuple[Float32[Array, "blocks Hkv d"], Float32[Array, "blocks Hkv d"], Float32[Array, "Hkv blocks"]]:
+    """Weighted mean key and value of the members of each block, and the entropy of the weights; -inf without members.
+
+    With p the weights, a query's log sum of exp(q.k_j) is at least q.(sum p_j k_j) + entropy(p), whatever p is; equal
+    weights give log n.
+    """
+    logits = jnp.where(members, log_weights, MASKED).reshape(members.shape[0], -1, size)
+    there = members.reshape(logits.shape)
+    p = jnp.where(there, jax.nn.softmax(logits, axis=-1), 0)
+    entropy = jnp.where(there.any(axis=-1), -jnp.where(p > 0, p * jnp.log(p), 0).sum(axis=-1), -jnp.inf)
+    mean_k, mean_v = (
+        jnp.einsum("htb,tbhd->thd", p, x.astype(jnp.float32).reshape(-1, size, *x.shape[1:])) for x in (k, v)
+    )
+    return mean_k, mean_v, entropy
 
 
 def _attend(
@@ -129,13 +148,14 @@ def _attend(
     mass: Array,
     window: Int32[Array, ""],
     means: Bool[Array, ""],
+    mean_logits: Float32[Array, "Hkv L"],
     stride: int,
 ) -> tuple[Float[Array, "L Hq d"], Float32[Array, " Hkv"]]:
     tokens, kv_heads, size = k.shape
     place, block = jnp.arange(tokens), jnp.arange(tokens // BLOCK)
     selected |= place < FIRST
     rest = ~selected & (place < length)
-    (mean_k, count), (mean_v, _) = block_means(k, rest), block_means(v, rest)
+    mean_k, mean_v, entropy = block_means(k, v, rest, mean_logits)
     tiles = q.reshape(-1, BLOCK, kv_heads, q.shape[1] // kv_heads, size)
 
     def of_tile(part: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -151,9 +171,9 @@ def _attend(
         seen = selected | (place >= first) | jnp.repeat(fetched, BLOCK, axis=-1)
         mask = seen[:, None] & (place <= query[:, None])
         scores = jnp.where(mask[:, None], scaled_scores("nhgd,lhd->hgnl", q, k), MASKED)
-        there = means & before & ~fetched & (count > 0)
+        there = means & before & ~fetched & jnp.isfinite(entropy)
         logits = scaled_scores("nhgd,thd->hgnt", q.astype(jnp.float32), mean_k)
-        logits = jnp.where(there[:, None, None], logits + jnp.log(jnp.maximum(count, 1))[:, None, None], MASKED)
+        logits = jnp.where(there[:, None, None], logits + entropy[:, None, None], MASKED)
         p = jax.nn.softmax(jnp.concatenate([scores, logits], axis=-1), axis=-1)
         out = jnp.einsum("hgnl,lhd->nhgd", p[..., :tokens].astype(v.dtype), v)
         out += jnp.einsum("hgnt,thd->nhgd", p[..., tokens:], mean_v).astype(v.dtype)

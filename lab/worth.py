@@ -1,9 +1,11 @@
 """Predicted worth by masks: the fit, late facts, and losses inside prompts, for one rule and its variants.
 
+    python -m tca_jax.lab.worth MODEL                        # fits, measures the rule, prints its tables
     python -m tca_jax.lab.worth fit MODEL --to FOLDER        # maps of all targets, their correlation, shares of heads
     python -m tca_jax.lab.worth late MODEL --maps FOLDER --out FILE
     python -m tca_jax.lab.worth reading MODEL --maps FOLDER --out FILE
-    python -m tca_jax.lab.worth table FILE...                # lab/results/worth.md
+    python -m tca_jax.lab.worth table FILE...
+    python -m tca_jax.lab.worth page FILE...                 # lab/results/worth.md and docs/images/worth.png
 
 Records are those of `late_facts` and `reading_loss`. A method's cache is a mask over keys of full precision.
 """
@@ -12,16 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+import typer.core
 from jaxtyping import Array, Bool, Float32
 
 import tca_jax
@@ -29,18 +34,36 @@ from tca_jax.calibration.predicted_worth import SHARES, WorthMaps, fit_worth, pa
 from tca_jax.calibration.repetition import TARGETS, TextRows, read_inputs
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
+from tca_jax.engine.prompts import encode_verbatim
 from tca_jax.errors import require
 from tca_jax.lab.benchmarks.common import Compilations
-from tca_jax.lab.evaluation import late_facts, reading_loss, sticks
+from tca_jax.lab.evaluation import late_facts, reading_loss, real_models, sticks
 from tca_jax.lab.evaluation.by_layers import Answers, MaskedRead, ask, question_scores
 from tca_jax.lab.evaluation.late_documents import LateDocument, draw_text, late_document, repeating_document
+from tca_jax.lab.evaluation.ruler import TASKS as RULER
+from tca_jax.lab.evaluation.samples import Drawing
+from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.evaluation.sticks import Record
+from tca_jax.lab.evaluation.texts import Half
 from tca_jax.lab.sparse_reading import BLOCK, FIRST, LayerRead, Reading, attended_share, block_means, read_sparsely
+from tca_jax.pallas_kernels.numerics import round_up
 
-app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
+
+class _Commands(typer.core.TyperGroup):
+    """Commands, of which `measure` needs no name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = not args or args[0].startswith("-") or args[0] in self.commands
+        return super().parse_args(ctx, args if named else ["measure", *args])
+
+
+app = typer.Typer(help=__doc__, pretty_exceptions_enable=False, cls=_Commands)
 _OBSERVED, _SPREAD = 64, 16  # last queries of a prompt; tokens that a score counts for
+_LEAST_FACTS = 8  # known under full attention, for anything to be measured
 Predictions = dict[str, Float32[np.ndarray, "heads L"]]  # of all layers' heads, by target
 MapsOption = Annotated[Path, typer.Option(help="Folder that `fit` wrote.")]
+LikeOption = Annotated[str, typer.Option(help="Only variants whose name has this (a regular expression).")]
+HalfOption = Annotated[Half, typer.Option(help="Half of the texts: test, or calibration to choose a variant.")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,23 +73,36 @@ class Keeping:
     score: str = "worth"  # a target, or a combination of `_combined`
     budget: Literal["threshold", "all", "layer", "head"] = "threshold"  # of the calibration, or a share of these heads
     window: int = 1_024
-    means: bool = False  # whether evicted tokens of a block leave their mean
+    means: int = 0  # neighbours whose evicted ones leave one mean; 0 for none
+    mean_weights: str = ""  # target whose prediction weights tokens in it; equal weights by default
+    spread: Literal["", "mean", "max"] = ""  # of the scores of a token and the two beside it
 
     @property
     def label(self) -> str:
         """Name in tables."""
+        spread = [f"{self.spread} of 3"] if self.spread else []
         budget = {"threshold": [], "all": ["a budget"]}.get(self.budget, [f"a budget per {self.budget}"])
-        return ", ".join([self.score, f"window {self.window}", *budget, *["means"] * self.means])
+        of, by = f" of {self.means}" * (self.means != BLOCK), f" by {self.mean_weights}" * bool(self.mean_weights)
+        return ", ".join([self.score, *spread, f"window {self.window}", *budget, *[f"means{of}{by}"][: self.means]])
 
 
-RULE = Keeping()
+KVZAP = Keeping("probability", "all", 256)
+RULE = Keeping(window=256, means=BLOCK, mean_weights="worth")
+_SCORES = ("worth", "probability", "effect", "max rank", "worth + probability", "worth + effect", "expected worth")
 KEEPINGS = (
-    RULE,
-    *(Keeping(score, "all") for score in ("worth", "probability", "effect", "max rank", "sum")),
+    *(Keeping(window=window) for window in (256, 512, 1_024)),
+    *(Keeping(score, "all") for score in _SCORES[:5]),
     *(Keeping(budget=budget) for budget in ("layer", "head")),
-    *(Keeping(window=window) for window in (256, 512)),
-    Keeping(means=True),
+    Keeping(means=BLOCK),
+    Keeping(window=256, means=BLOCK),
+    *(Keeping(score, "all", 256, BLOCK) for score in _SCORES),
+    *(Keeping("worth", "all", 256, BLOCK, spread=spread) for spread in ("mean", "max")),
+    RULE,
+    Keeping(window=256, means=BLOCK, mean_weights="probability"),
+    Keeping(window=256, means=32),
+    KVZAP,
 )
+READ = Reading(selected=0.05, mass=0.1, means=True, mean_weights=True, window=256, weighted=False)  # the rule
 READINGS = (
     Reading(),
     Reading(selected=0.1),
@@ -81,9 +117,16 @@ READINGS = (
     Reading(selected=0.2, mass=0.1, means=True, window=256),
     Reading(selected=0.1, mass=0.1, means=True, window=256, stride=8),
     Reading(selected=0.1, mass=0.1, means=True, window=256, stride=4),
+    Reading(selected=0.1, mass=0.1, means=True, window=256, weighted=False),
+    Reading(selected=0.1, mass=0.1, means=True, mean_weights=True, window=256, weighted=False),
+    Reading(selected=0.05, mass=0.1, means=True, window=256, weighted=False),
+    READ,
+    Reading(selected=0.05, mass=0.05, means=True, mean_weights=True, window=256, weighted=False),
+    Reading(selected=0.05, mass=0.1, means=True, window=256, weighted=False, stride=8),
+    Reading(selected=0.1, mass=0.2, means=True, window=256, weighted=False, stride=8),
 )
 #: Those whose late answers are measured.
-LATE_READINGS = tuple(each for each in READINGS if each.means and each.weighted and each.stride == 16)
+LATE_READINGS = tuple(each for each in READINGS if each.means and each.stride == 16 and each.window == 256)
 
 
 def kept_masks(
@@ -91,6 +134,9 @@ def kept_masks(
 ) -> Bool[np.ndarray, "heads L"]:
     """Tokens that are kept, `share` of all of them on the calibration's texts or, with a budget, on this one."""
     scores = _combined(keeping.score, predicted, maps)
+    if keeping.spread:
+        beside = np.pad(scores, ((0, 0), (1, 1)), "edge")
+        scores = getattr(np, keeping.spread)([beside[:, :-2], scores, beside[:, 2:]], axis=0)
     heads, length = scores.shape
     place = np.arange(length)
     always = (place < FIRST) | (place >= max(0, length // BLOCK * BLOCK - keeping.window))
@@ -107,11 +153,14 @@ def kept_masks(
 
 
 def _combined(name: str, predicted: Predictions, maps: dict[str, WorthMaps]) -> Float32[np.ndarray, "heads L"]:
-    """A score: a target's prediction, the higher of the ranks of worth and effect, the sum of two logarithms."""
+    """A score: a target's prediction or a combination of two."""
     if name in predicted:
         return predicted[name]
-    if name == "sum":
-        return predicted["worth"] + predicted["probability"]
+    if name in ("worth + probability", "worth + effect"):
+        return predicted["worth"] + predicted[name.removeprefix("worth + ")]
+    if name == "expected worth":  # of a lognormal residual, whose variance the correlation tells
+        residual = predicted["worth"].var(axis=1) * (maps["worth"].correlation.ravel() ** -2.0 - 1)
+        return predicted["worth"] + residual[:, None] / 2
     logs = -np.log(SHARES)[::-1]
     ranks = [np.interp(predicted[each], maps[each].thresholds[::-1], logs) for each in ("worth", "effect")]
     return np.maximum(*ranks).astype(np.float32)
@@ -122,39 +171,93 @@ def masked_read(
     keys: Sequence[tuple[Array, Array]],
     kept: Bool[np.ndarray, "heads L"],
     attended: float,
-    means: bool,
+    means: int = 0,
+    log_weights: Float32[np.ndarray, "heads L"] | None = None,
 ) -> tuple[MaskedRead, float]:
-    """A read document for `ask`, and the share of its bytes."""
+    """A read document for `ask`, with `means` of that many neighbours, and the share of its bytes."""
     layers, tokens = len(keys), keys[0][0].shape[1]
-    padded = np.pad(kept, ((0, 0), (0, tokens - len(ids)))).reshape(layers, 1, -1, tokens)
-    share = float(kept.mean())
+
+    def of_layers(x: np.ndarray) -> list[Array]:
+        return [*jnp.asarray(np.pad(x, ((0, 0), (0, tokens - len(ids)))).reshape(layers, 1, -1, tokens))]
+
+    masks, share = of_layers(kept), float(kept.mean())
     if not means:
-        return MaskedRead(list(ids), list(keys), [jnp.asarray(mask) for mask in padded], attended), share
-    biased = [_with_means(k, v, jnp.asarray(mask), len(ids)) for (k, v), mask in zip(keys, padded, strict=True)]
-    share += float(np.mean([on_host(count > 0).mean() for *_, count in biased])) / BLOCK
+        return MaskedRead(list(ids), list(keys), masks, attended), share
+    weights = of_layers(np.zeros(kept.shape, np.float32) if log_weights is None else log_weights)
+    biased = [
+        _with_means(*k_v, mask, weight[0], len(ids), size=means)
+        for k_v, mask, weight in zip(keys, masks, weights, strict=True)
+    ]
+    share += float(np.mean([on_host(jnp.isfinite(bias[..., tokens:])).mean() for *_, bias in biased])) / means
     return MaskedRead(list(ids), [each[:2] for each in biased], [each[2] for each in biased], attended), share
 
 
-@jax.jit
-def _with_means(k: Array, v: Array, kept: Bool[Array, "1 Hkv L"], length: Array) -> tuple[Array, Array, Array, Array]:
-    """Keys and values followed by the means of evicted tokens; logits' additions; the tokens of each mean."""
+@functools.partial(jax.jit, static_argnames=("size",))
+def _with_means(
+    k: Array, v: Array, kept: Bool[Array, "1 Hkv L"], log_weights: Array, length: Array, *, size: int
+) -> tuple[Array, Array, Array]:
+    """Keys and values followed by the means of evicted tokens; additions to the logits."""
     evicted = ~kept[0] & (jnp.arange(kept.shape[-1]) < length)
-    (mean_k, count), (mean_v, _) = block_means(k[0], evicted), block_means(v[0], evicted)
-    k, v = (jnp.concatenate([x, mean[None].astype(x.dtype)], axis=1) for x, mean in ((k, mean_k), (v, mean_v)))
-    bias = jnp.concatenate([jnp.where(kept[0], 0.0, -jnp.inf), jnp.log(count)], axis=1)
-    return k, v, bias[None], count
+    *means, entropy = block_means(k[0], v[0], evicted, log_weights, size)
+    k, v = (jnp.concatenate([x, mean[None].astype(x.dtype)], axis=1) for x, mean in zip((k, v), means, strict=True))
+    return k, v, jnp.concatenate([jnp.where(kept[0], 0.0, -jnp.inf), entropy], axis=1)[None]
 
 
-@functools.partial(jax.jit, static_argnames=("reserve",))
-def _with_reserve(
-    kept: Bool[Array, "1 Hkv L"], scores: Float32[Array, "Q Hkv L"], reserve: int
-) -> Bool[Array, "Q Hkv L"]:
-    """Kept tokens of each question, with `reserve` more of each head; scores count for what follows, too."""
+@jax.jit
+def _outside(bias: Float32[Array, "1 Hkv _"], scores: Float32[Array, "Q Hkv _"]) -> Float32[Array, "Q Hkv _"]:
+    """Scores of tokens that are not kept, each the most of those before it, too; -1 for others."""
     before = ((0, 0), (0, 0), (_SPREAD - 1, 0))
     spread = jax.lax.reduce_window(scores, -jnp.inf, jax.lax.max, (1, 1, _SPREAD), (1, 1, 1), before)
-    outside = jnp.where(kept, -1.0, spread)
-    least = jax.lax.top_k(outside, reserve)[0][..., -1:]
-    return kept | (outside >= jnp.maximum(least, 0.0))
+    return jnp.where(jnp.isfinite(bias), -1.0, spread)
+
+
+def with_reserve(
+    biases: Sequence[Float32[Array, "1 Hkv _"]],
+    scores: Sequence[Float32[Array, "Q Hkv _"]],
+    tokens: int,
+    reserve: int,
+    shared: bool,
+) -> list[Float32[Array, "Q Hkv _"]]:
+    """Additions to the logits of each question, which also keeps the tokens that it attends to most.
+
+    Each head keeps `reserve` more of `tokens`; with `shared` all heads of all layers together as many.
+    """
+    outside = [_outside(bias[..., :tokens], score[..., :tokens]) for bias, score in zip(biases, scores, strict=True)]
+    if shared:
+        together = jnp.concatenate([each.reshape(len(each), -1) for each in outside], axis=-1)
+        count = reserve * len(outside) * outside[0].shape[1]
+        least = [jax.lax.top_k(together, count)[0][:, -1:, None]] * len(outside)
+    else:
+        least = [jax.lax.top_k(each, reserve)[0][..., -1:] for each in outside]
+    return [
+        jnp.concatenate(
+            [
+                jnp.where(score >= jnp.maximum(bound, 0.0), 0.0, bias[..., :tokens]),
+                jnp.broadcast_to(bias[..., tokens:], (*score.shape[:2], bias.shape[-1] - tokens)),
+            ],
+            axis=-1,
+        )
+        for bias, score, bound in zip(biases, outside, least, strict=True)
+    ]
+
+
+def ruler_document(lm: LM, task: str, seed: int, tokens: int) -> LateDocument:
+    """A sample of a task of RULER: a row asks for each reference, after the question and the references before it."""
+    tasks = {each.name: each for each in RULER}
+    require(task in tasks, f"--task {task}: must be of {', '.join(tasks)}")
+    (sample,) = tasks[task].draw(Drawing(lm, Sources(), tokens, 1, seed))
+    prompt = sample.prompts["prefix"]
+    asked = []
+    for i, reference in enumerate(sample.references):
+        given = f"{prompt.lead}{''.join(f' {each},' for each in sample.references[:i])}"
+        ids, question = dataclasses.replace(prompt, lead=given).encode_apart(lm)
+        asked.append((question, encode_verbatim(lm, f" {reference}")))
+    longest = round_up(max(len(question) + len(answer) for question, answer in asked), 32)
+    rows, counted = np.zeros((2, len(asked), longest), np.int32)
+    for i, (question, answer) in enumerate(asked):
+        rows[i, : len(question) + len(answer)] = [*question, *answer]
+        counted[i, len(question) - 1 : len(question) + len(answer) - 1] = 1
+    return LateDocument(ids, rows, counted.astype(np.float32), ("fact",) * len(rows))
 
 
 class LateSheet:
@@ -166,7 +269,7 @@ class LateSheet:
         self._keys = [(layer.k, layer.v) for layer in self._inputs]
         self._predicted = {name: self._of_maps(of_target) for name, of_target in maps.items()}
         self._all = np.ones_like(self._predicted["worth"], bool)
-        self._reference, self._sizes = self._ask(self._all)
+        self._reference, self._sizes = self._ask(self._all, self._keys, 1.0)
 
     def _stacked(self, found: Sequence[Array]) -> Float32[np.ndarray, "heads L"]:
         return np.concatenate([on_host(each)[:, : len(self._ids)] for each in found])
@@ -174,11 +277,12 @@ class LateSheet:
     def _ask(
         self,
         kept: Bool[np.ndarray, "heads L"],
-        means: bool = False,
-        keys: Sequence[tuple[Array, Array]] | None = None,
-        attended: float = 1.0,
+        keys: Sequence[tuple[Array, Array]],
+        attended: float,
+        means: int = 0,
+        log_weights: Float32[np.ndarray, "heads L"] | None = None,
     ) -> tuple[Answers, Record]:
-        read, share = masked_read(self._ids, keys or self._keys, kept, attended, means)
+        read, share = masked_read(self._ids, keys, kept, attended, means, log_weights)
         answers = ask(self._lm, read, self._document.rows)
         return answers, {"kept": float(kept.mean()), "kv_share": share, "attended": attended}
 
@@ -200,7 +304,8 @@ class LateSheet:
     ) -> Iterator[Record]:
         for share in shares:
             masks = kept_masks(keeping, predicted, maps, share, len(self._keys))
-            yield self._record(label, share, *self._ask(masks, keeping.means))
+            means = keeping.means, predicted.get(keeping.mean_weights)
+            yield self._record(label, share, *self._ask(masks, self._keys, 1.0, *means))
 
     def _of_maps(self, maps: WorthMaps) -> Float32[np.ndarray, "heads L"]:
         return self._stacked(predictions(maps, self._inputs))
@@ -212,23 +317,25 @@ class LateSheet:
         predicted = {"worth": self._stacked([layer.predicted for layer in layers])}
         for share in shares:
             masks = kept_masks(RULE, predicted, self._maps, share, len(layers))
-            yield self._record(reading.label, share, *self._ask(masks, keys=keys, attended=attended))
+            label = f"{reading.label}; {RULE.label}"
+            yield self._record(label, share, *self._ask(masks, keys, attended, RULE.means, predicted["worth"]))
 
     def asked_in_prompts(self, share: float, reserves: Sequence[int]) -> Iterator[Record]:
         """Of prompts that end in the question: each head also keeps what the last queries attend to."""
         rows, place = self._document.rows, np.arange(self._document.rows.shape[1])
         ends = (self._document.counted > 0).argmax(axis=1)[:, None]  # of questions
         questions = (place <= ends) & (place > ends - _OBSERVED)
-        full, _ = masked_read(self._ids, self._keys, self._all, 1.0, means=False)
-        scores = question_scores(self._lm, full, rows, questions)
+        full, _ = masked_read(self._ids, self._keys, self._all, 1.0)
+        scores, tokens = question_scores(self._lm, full, rows, questions), len(self._ids)
         kept = kept_masks(RULE, self._predicted, self._maps, share, len(self._keys))
-        read, _ = masked_read(self._ids, self._keys, kept, 1.0, means=False)
-        for reserve in reserves:
-            masks = [_with_reserve(*each, reserve) for each in zip(read.masks, scores, strict=True)]
-            asked = read._replace(masks=masks)
-            sizes = {"kept": asked.kept_share, "kv_share": asked.kept_share, "attended": 1.0}
-            label = f"{RULE.label}, question in the prompt, reserve {reserve}"
-            yield self._record(label, share, ask(self._lm, asked, rows), sizes)
+        read, of_bytes = masked_read(self._ids, self._keys, kept, 1.0, RULE.means, self._predicted["worth"])
+        for reserve, shared in itertools.product(reserves, (False, True)):
+            biases = with_reserve(read.masks, scores, tokens, reserve, shared)
+            found = ask(self._lm, read._replace(masks=biases), rows)
+            now = float(np.mean([on_host(jnp.isfinite(each[..., :tokens])).mean() for each in biases]))
+            sizes = {"kept": now, "kv_share": of_bytes + now - float(kept.mean()), "attended": 1.0}
+            label = f"{RULE.label}, question in the prompt, reserve {reserve}{' in all' * shared}"
+            yield self._record(label, share, found, sizes)
 
     def _record(self, method: str, share: float | None, answers: Answers, sizes: Record) -> Record:
         found = late_facts.compared(answers, self._reference, self._document)
@@ -294,11 +401,13 @@ def late(
     out: sticks.OutOption,
     shares: Annotated[str, typer.Option(help="Kept shares in all, by commas.")] = "0.125,0.2,0.33",
     variants: Annotated[str, typer.Option(help="rule, keeping, prompt, reading; by commas.")] = "rule",
+    like: LikeOption = "",
+    task: Annotated[str, typer.Option(help="A task of RULER instead of facts in texts.")] = "",
     other: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of another fit; repeatable.")] = None,
     tokens: sticks.TokensOption = 16_384,
     documents: Annotated[int, typer.Option(min=1)] = 20,
     first: Annotated[int, typer.Option(min=0, help="Seed of the first document.")] = 0,
-    half: Annotated[str, typer.Option(help="test, or calibration to choose a variant.")] = "test",
+    half: HalfOption = "test",
     texts: sticks.TextsOption = None,
     seconds: sticks.SecondsOption = float("inf"),
 ) -> None:
@@ -310,19 +419,30 @@ def late(
     require(not unknown, f"--variants {variants}: must be of rule, keeping, prompt and reading, by commas")
 
     def records(seed: int) -> Iterator[Record]:
-        sheet = LateSheet(lm, fitted, late_document(lm, seed, tokens, half, texts))  # type: ignore[arg-type]
+        document = ruler_document(lm, task, seed, tokens) if task else late_document(lm, seed, tokens, half, texts)
+        sheet = LateSheet(lm, fitted, document)
         yield sheet.full()
         for keeping in KEEPINGS if "keeping" in variants else [RULE] * ("rule" in variants):
-            yield from sheet.kept(keeping, wanted)
+            if re.search(like, keeping.label):
+                yield from sheet.kept(keeping, wanted)
         for name, of_name in refits.items():
             yield from sheet.kept_by(of_name, wanted, name)
         if "prompt" in variants:
             yield from sheet.asked_in_prompts(0.2, (128, 512))
         for reading in LATE_READINGS if "reading" in variants else ():
-            yield from sheet.read(reading, [*wanted[1:], 1.0])
+            if re.search(like, reading.label):
+                yield from sheet.read(reading, [*wanted[1:], 1.0])
 
     seeds = range(first, first + documents)
-    sticks.run(late_facts.STICK, lm, out, tokens, seeds, records, late_facts.table, until=until)
+    stick = f"ruler {task}" if task else late_facts.STICK
+    sticks.run(stick, lm, out, tokens, seeds, records, _late_table, until=until, half=half)
+
+
+def _late_table(records: Sequence[Record]) -> str:
+    known = sum(value > 0 for record in records if record["method"] == "full" for value in record["facts"])
+    if known < _LEAST_FACTS:
+        return f"full attention answers {known} facts, fewer than {_LEAST_FACTS}: nothing was measured"
+    return late_facts.table(records)
 
 
 @app.command("reading")
@@ -330,35 +450,165 @@ def reading(
     model: sticks.ModelArgument,
     maps: MapsOption,
     out: sticks.OutOption,
+    like: LikeOption = "",
+    half: HalfOption = "test",
     tokens: sticks.TokensOption = 16_384,
     documents: Annotated[int, typer.Option(min=1)] = 8,
     texts: sticks.TextsOption = None,
     seconds: sticks.SecondsOption = float("inf"),
 ) -> None:
-    """Losses inside prompts, of all readings."""
+    """Losses inside prompts."""
     until, lm, worth = time.monotonic() + seconds, tca_jax.load(model), _load(maps)["worth"]
     full = Reading(selected=1.0)
 
     def records(seed: int) -> Iterator[Record]:
-        document = repeating_document(lm, seed, tokens, folder=texts)
-        for each in (full, *READINGS):
+        document = repeating_document(lm, seed, tokens, half, texts)
+        for each in (full, *(reading for reading in READINGS if re.search(like, reading.label))):
             passed, layers = read_sparsely(lm, document.ids, worth, each)
             attended = attended_share(list(layers), len(document.ids))
             plain, copy, fact = (document.weights @ passed.losses()[: len(document.ids) - 1]).tolist()
             name = "full" if each is full else each.label
             yield {"method": name, "share": None, "plain": plain, "copy": copy, "fact": fact, "attended": attended}
 
-    sticks.run(reading_loss.STICK, lm, out, tokens, range(documents), records, reading_loss.table, until=until)
+    sticks.run(
+        reading_loss.STICK, lm, out, tokens, range(documents), records, reading_loss.table, until=until, half=half
+    )
+
+
+@app.command("measure")
+def measure(
+    model: sticks.ModelArgument,
+    to: Annotated[Path, typer.Option(help="Folder that gets the maps and the records.")] = Path("worth"),
+    tokens: sticks.TokensOption = 8_192,
+    documents: Annotated[int, typer.Option(min=1)] = 4,
+    texts: sticks.TextsOption = None,
+) -> None:
+    """Fits the rule on 8 texts; measures late facts and losses inside prompts."""
+    fit(model, to, tokens=tokens, targets="worth", texts=texts)
+    late(model, to, to / "late.jsonl", tokens=tokens, documents=documents, texts=texts)
+    reading(model, to, to / "reading.jsonl", f"{READ.label}$", tokens=tokens, documents=documents, texts=texts)
 
 
 @app.command("table")
 def table(files: Annotated[list[Path], typer.Argument(help="Files of records.")]) -> None:
     """Prints the tables of records."""
-    parts: list[tuple[str, Callable[[Sequence[Record]], str]]] = [
-        (late_facts.STICK, late_facts.table),
-        (reading_loss.STICK, reading_loss.table),
-    ]
-    print("\n\n".join(draw(sticks.read_records(files, stick)) for stick, draw in parts))
+    parts: dict[str, Callable[[Sequence[Record]], str]] = {
+        late_facts.STICK: late_facts.table,
+        reading_loss.STICK: reading_loss.table,
+        **dict.fromkeys([f"ruler {task.name}" for task in RULER], late_facts.table),
+    }
+    for stick, draw in parts.items():
+        for half in ("calibration", "test"):
+            if records := [each for each in sticks.read_records(files, stick) if each.get("half", "test") == half]:
+                print(f"{stick}, {half} half of the texts: {draw(records)}\n")
+
+
+@app.command("page")
+def page(
+    records: Annotated[list[Path], typer.Argument(help="Files of records.")],
+    root: Annotated[Path, typer.Option(help="The checkout.")] = Path(),
+) -> None:
+    """Writes lab/results/worth.md and docs/images/worth.png."""
+    (root / "lab/results/worth.md").write_text(worth_page(records), "utf-8")
+    names = {RULE.label: "this rule", KVZAP.label: "KVzap", "kvzip": "KVzip", "snapkv": "SnapKV"}
+    found = sticks.read_records([*records, root / "lab/results/real-models.jsonl.xz"], late_facts.STICK)
+    drawn = [each | {"method": names[each["method"]]} for each in found if each["method"] in names]
+    real_models.draw(drawn, root / "docs/images/worth.png", ("qwen-1.5b.gguf", 16_384))
+
+
+def worth_page(records: Sequence[Path]) -> str:
+    """The committed table of variants."""
+    facts, losses = (sticks.read_records(records, stick) for stick in (late_facts.STICK, reading_loss.STICK))
+    labels = {keeping.label for keeping in KEEPINGS}
+    rest = [each for each in facts if each["method"] not in labels or each["tokens"] > 16_384]
+    rest = [each for each in rest if each["half"] == "test" and not each["method"].endswith("; worth, window 1024")]
+    ruler = {name: sticks.read_records(records, f"ruler {name}") for name in [task.name for task in RULER]}
+    answered = {}
+    for name, of_task in ruler.items():
+        for methods in sticks.grouped(of_task).values():
+            answered[name] = {
+                method: f"{late_facts.facts(found)[0]:.0%}; {_mean(found, 'kv_share'):.0%}"
+                for (method, _), found in methods.items()
+                if method != "full"
+            }
+    header = list(dict.fromkeys(method for of_task in answered.values() for method in of_task))
+    lines = [[name, *(of_task.get(method, "-") for method in header)] for name, of_task in answered.items()]
+    return f"""# Predicted worth: every variant
+
+`python -m tca_jax.lab.worth page lab/results/worth.jsonl.xz` writes this page, from a record for each document and
+variant ([what they are](../../docs/worth.md)). One H200, JAX 0.11.2; maps are fitted on 8 texts of 8,192 tokens of the
+calibration half (SmolLM2: 6,912) unless a row says otherwise. Numbers of documents stand in brackets: a share of 90%
+has a 95% interval of about 4 points at 20 documents; `worth table` prints all intervals. Variants were chosen on the
+0.5B model and the calibration half.
+
+## What is kept
+
+At kept shares of 12.5, 20 and 33%: facts in percent of those that full attention answers; copies likewise; percent of
+loss of the following text over full attention's; bytes. A threshold is the quantile of the calibration's texts, so
+bytes differ; "a budget" is the document's own quantile.
+
+{_compact(facts, [keeping.label for keeping in KEEPINGS], _facts_cell)}
+
+## Losses inside prompts
+
+Attended pairs; plain loss over full attention's; copies and facts in nats above it. 16,384 tokens (SmolLM2: 7,680).
+
+{_compact(losses, [each.label for each in READINGS], _loss_cell)}
+
+## Other lengths, fits and methods; questions in the prompt; after sparse reading
+
+"manual", "python": maps fitted on one kind of text, used on both; "questions": their worth counts in the fit, too;
+"texts4", "texts16": of that many texts. "reserve": tokens that each head keeps for a question in the prompt.
+
+{late_facts.table(rest)}
+
+## RULER, late
+
+16,384 tokens, kept 25%: references in percent of those that full attention answers; bytes. 12 documents.
+
+{sticks.markdown(["task", *header], lines)}
+"""
+
+
+def _mean(records: Sequence[Record], name: str) -> float:
+    return float(np.mean([record[name] for record in records]))
+
+
+def _compact(records: Sequence[Record], rows: Sequence[str], cell: Callable[..., str]) -> str:
+    """A row for each variant, a column for each model, length and half of the texts."""
+    columns = {}
+    for half in ("calibration", "test"):
+        for (model, _, tokens), methods in sticks.grouped(r for r in records if r["half"] == half).items():
+            by_method: dict[str, list[list[Record]]] = {}
+            for (method, _), found in methods.items():
+                by_method.setdefault(method, []).append(found)
+            if tokens <= 16_384 and len(set(rows) & set(by_method)) > 3:
+                name = f"{model.removesuffix('.gguf')}, {tokens:,}{', calibration half' * (half == 'calibration')}"
+                columns[name] = by_method
+    body = [[row, *(cell(found.get(row), found["full"][0]) for found in columns.values())] for row in rows]
+    return sticks.markdown(["variant", *columns], [line for line in body if set(line[1:]) != {"-"}])
+
+
+def _facts_cell(found: list[list[Record]] | None, full: list[Record]) -> str:
+    if not found:
+        return "-"
+    copies, following = (
+        [_mean(each, name) / _mean(each, f"{name}_by_full") for each in found] for name in ("copied", "next")
+    )
+    known, of_bytes = [late_facts.facts(each)[0] for each in found], [_mean(each, "kv_share") for each in found]
+    facts, copies, of_bytes = (" ".join(f"{100 * x:.0f}" for x in each) for each in (known, copies, of_bytes))
+    more = " ".join(f"{100 * x - 100:+.1f}" for x in following)
+    return f"{facts}; {copies}; {more}; {of_bytes} ({min(map(len, found))})"
+
+
+def _loss_cell(found: list[list[Record]] | None, full: list[Record]) -> str:
+    if not found:
+        return "-"
+    of_seed = {record["seed"]: record for record in full}
+    pairs = [(record, of_seed[record["seed"]]) for record in found[0]]
+    plain = sum(each["plain"] for each, _ in pairs) / sum(base["plain"] for _, base in pairs) - 1
+    copy, fact = (np.mean([each[name] - base[name] for each, base in pairs]) for name in ("copy", "fact"))
+    return f"{_mean(found[0], 'attended'):.1%}; {plain:+.1%}; {copy:+.2f}, {fact:+.2f} ({len(pairs)})"
 
 
 if __name__ == "__main__":

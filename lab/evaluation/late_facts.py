@@ -7,6 +7,7 @@ value is the likeliest one. A method keeps tokens by a mask (`by_layers`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -49,8 +50,8 @@ def compared(found: Answers, reference: Answers, document: LateDocument) -> Reco
         return [answers.right[i][counted[i]] for i in rows[kind]]
 
     def loss(answers: Answers) -> float:
-        (following,) = rows["next"]
-        return float(answers.losses[following][counted[following]].mean())
+        following = [answers.losses[i][counted[i]].mean() for i in rows["next"]]
+        return float(np.mean(following)) if following else math.nan
 
     facts = zip(right(reference, "fact"), right(found, "fact"), strict=True)
     return {
@@ -81,7 +82,8 @@ def table(records: Sequence[Record]) -> str:
     def cells(of_method: list[Record], methods: sticks.Methods) -> list[str]:
         shares = (np.mean([record[name] for record in of_method]) for name in ("kv_share", "kept", "attended"))
         right = [percent(facts(of_method)), percent(ratio(of_method, "copied"))]
-        following = f"{ratio(of_method, 'next')[0] - 1:+.1%}"
+        more = ratio(of_method, "next")[0] - 1
+        following = f"{more:+.1%}" if np.isfinite(more) else "-"
         return [str(len(of_method)), *(f"{share:.1%}" for share in shares), *right, following]
 
     def note(methods: sticks.Methods) -> str:

@@ -86,12 +86,12 @@ processes shared the GPU.
 """
 
 
-def draw(records: Sequence[Record], path: Path) -> Path:
-    """Facts kept against bytes, a line for each method and a star for each profile."""
+def draw(records: Sequence[Record], path: Path, drawn: tuple[str, int] = _DRAWN) -> Path:
+    """Facts kept against bytes, a line for each method and a star for each profile; of a model and a length."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for (model, _, tokens), methods in grouped(records).items():
         for (method, _), of_method in methods.items():
-            if (model, tokens) == _DRAWN and method != "full":
+            if (model, tokens) == drawn and method != "full":
                 share = float(np.mean([record["kv_share"] for record in of_method]))
                 lines.setdefault(method, []).append((share, late_facts.facts(of_method)[0]))
     figure = Figure(figsize=(8, 4.5), dpi=figures.DPI, layout="constrained")
@@ -101,7 +101,7 @@ def draw(records: Sequence[Record], path: Path) -> Path:
         x, y = zip(*sorted(points), strict=True)
         axes.plot(x, y, marker="*" if star else "o", markersize=13 if star else 4, color=color, label=method)
     axes.set(xlabel="bytes of the KV cache over full attention's", ylabel="facts that full attention answers")
-    axes.set_title(f"{_DRAWN[0]}, {_DRAWN[1]:,} tokens: questions after the document was read", fontsize=11)
+    axes.set_title(f"{drawn[0]}, {drawn[1]:,} tokens: questions after the document was read", fontsize=11)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlim(0, 0.95)

@@ -88,12 +88,16 @@ def run(
     table: Callable[[Sequence[Record]], str],
     *,
     until: float,
+    **more: Any,
 ) -> None:
-    """Appends the records of each document, by its seed, until a monotonic time; prints the table of all records."""
+    """Appends the records of each document, by its seed, until a monotonic time; prints the table of all records.
+
+    `more` is added to each record.
+    """
     for seed in seeds:
         if time.monotonic() > until:
             break
-        common = {"stick": stick, "model": lm.name, "tokens": tokens, "seed": seed, "device": device_name()}
+        common = {"stick": stick, "model": lm.name, "tokens": tokens, "seed": seed, "device": device_name(), **more}
         for record in measure(seed):
             append(out, common | record)
         print(f"document {seed} is done", flush=True)
@@ -115,7 +119,7 @@ def read_records(paths: Iterable[Path], stick: str) -> list[Record]:
         for line in (lzma.decompress(packed) if path.suffix == ".xz" else packed).decode().splitlines():
             record = json.loads(line)
             if record["stick"] == stick:
-                key = tuple(record[name] for name in ("model", "device", "tokens", "method", "share", "seed"))
+                key = tuple(map(record.get, ("model", "device", "tokens", "half", "method", "share", "seed")))
                 found[key] = record
     return list(found.values())
 
@@ -151,14 +155,23 @@ def titled_tables(
     cells: Callable[[list[Record], Methods], list[str]],
     note: Callable[[Methods], str] = lambda methods: "",
 ) -> str:
-    """Markdown tables, one for each model, device and length, with a row for each method that has `cells`."""
+    """Markdown tables, one for each model, device and length, with a row for each method that has `cells`.
+
+    A cell has the figures of all shares, or the one that they have in common.
+    """
     tables = []
     for (model, device, tokens), methods in grouped(records).items():
-        rows = []
+        rows: dict[str, list[tuple[float | None, list[str]]]] = collections.defaultdict(list)
         for (method, share), of_method in methods.items():
             if found := cells(of_method, methods):
-                rows.append([method if share is None else f"{method} at {share:.0%}", *found])
-        tables.append(f"{model}, {tokens:,} tokens, {device}{note(methods)}.\n\n{markdown(header, rows)}")
+                rows[method].append((share, found))
+        lines = []
+        for method, of_shares in rows.items():
+            shares = ", ".join(f"{100 * share:.3g}" for share, _ in of_shares if share is not None)
+            columns = zip(*(found for _, found in of_shares), strict=True)
+            joined = [column[0] if len(set(column)) == 1 else "; ".join(column) for column in columns]
+            lines.append([f"{method} at {shares}%" if shares else method, *joined])
+        tables.append(f"{model}, {tokens:,} tokens, {device}{note(methods)}.\n\n{markdown(header, lines)}")
     return "\n\n".join(tables)
 
 
