@@ -37,7 +37,7 @@ _SECONDS = 600.0  # longest wait for the engine
 _QUESTIONS = 3  # of a soak, about each document
 _DEVICE_ROOM, _HOST_ROOM = 2.5, 2.2  # documents of a soak that fit the device and host memory
 _SLACK = 2**27  # bytes by which the process may grow
-_SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 1}
+_SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 1}
 
 NOTE = (
     "Documents of {tokens:,} random tokens; `fit`: how many of them the device holds. A step is the mean of {steps} "
@@ -75,34 +75,6 @@ class Load:
         return self.question_tokens + max(self.answer_tokens, STEPS + 4 * self.rows)
 
 
-class TokenTimes:
-    """Arrival times of a stream's tokens."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.times = [(time.perf_counter(), len(stream.tokens))]  # with tokens so far
-        stream.listen(self._note)
-
-    def _note(self) -> None:
-        if (count := len(self.stream.tokens)) > self.times[-1][1]:
-            self.times.append((time.perf_counter(), count))
-
-    def wait(self, tokens: int) -> None:
-        """Waits for a number of tokens; TimeoutError, or the stream's error, where they do not come."""
-        end = time.monotonic() + _SECONDS
-        while not self.stream.ended and self.times[-1][1] < tokens and time.monotonic() < end:
-            time.sleep(1e-3)
-        if self.stream.ended:
-            self.stream.result()
-            self._note()
-        came = self.times[-1][1]
-        require(came >= tokens, f"{came} of {tokens} tokens came within {_SECONDS:.0f} seconds", TimeoutError)
-
-    def gaps(self) -> list[float]:
-        """Seconds between arrivals."""
-        return [after - before for (before, count), (after, _) in itertools.pairwise(self.times) if count]
-
-
 class Served:
     """An engine with documents of random tokens."""
 
@@ -125,47 +97,46 @@ class Served:
     def time_steps(self, rows: int, copied: float) -> common.Row:
         """A decoding step with `rows` answers about different documents; `copied` is the rate of the floor."""
         ids = [self.ids[i % len(self.ids)] for i in range(rows)]
-        answers = [TokenTimes(self.ask(id_, STEPS + 4 * rows)) for id_ in ids]
-        for each in answers:
-            each.wait(1)
-        last = answers[-1]
-        (begin, before), target = last.times[-1], last.times[-1][1] + STEPS
-        last.wait(target)
-        end, after = next(each for each in last.times if each[1] >= target)
-        for each in answers:
-            each.stream.cancel()
+        streams = [self.ask(id_, STEPS + 4 * rows) for id_ in ids]
+        for stream in streams:
+            wait_for(stream, 1)
+        before = len(streams[-1].tokens) + 1
+        wait_for(streams[-1], before)
+        begin = time.perf_counter()
+        wait_for(streams[-1], before + STEPS)
+        step = (time.perf_counter() - begin) / STEPS
+        for stream in streams:
+            stream.cancel()
         self.engine.idle(_SECONDS)
-        step = (end - begin) / (after - before)
         floor = (shapes.weight_bytes(self.lm) + rows * self.bytes_each) / copied
         sizes = {"rows": rows, "documents": len(set(ids)), "ms/step": 1e3 * step}
         return {**sizes, "over floor": step / floor, "tokens/s": rows / step}
 
     def time_load(self) -> common.Row:
         """Latency of requests that arrive at random; a few requests before compile their programs."""
-        load = self.load
-        self._requests(min(8, load.requests))
+        self._requests(min(8, self.load.requests))
         begin = time.perf_counter()
-        found = self._requests(load.requests)
-        seconds = time.perf_counter() - begin
-        first, gaps = [each for each, _ in found], [gap for _, times in found for gap in times.gaps()]
+        first, gaps, tokens = zip(*self._requests(self.load.requests), strict=True)
         return {
-            "requests": load.requests,
-            "per second": load.rate,
+            "requests": self.load.requests,
+            "per second": self.load.rate,
             **common.percentiles("first token", first),
-            **common.percentiles("inter-token", gaps),
-            "tokens/s": sum(len(times.stream.tokens) for _, times in found) / seconds,
+            **common.percentiles("inter-token", list(itertools.chain.from_iterable(gaps))),
+            "tokens/s": sum(tokens) / (time.perf_counter() - begin),
         }
 
-    def _requests(self, count: int) -> list[tuple[float, TokenTimes]]:
-        """Seconds to the first token, and the times of all tokens, of requests that arrive at random."""
+    def _requests(self, count: int) -> list[tuple[float, list[float], int]]:
+        """Seconds to the first token and between tokens, and the number of tokens, of a Poisson process."""
         load, random = self.load, np.random.default_rng(self.load.seed)
         about = [None if random.random() < load.prompts else random.choice(self.ids) for _ in range(count)]
         lengths = random.integers(max(2, load.answer_tokens // 4), load.answer_tokens + 1, count).tolist()
 
-        def request(number: int, at: float) -> tuple[float, TokenTimes]:
-            times = TokenTimes(self.ask(about[number], lengths[number]))
-            times.stream.result(_SECONDS)
-            return times.stream.first_token_at - at, times
+        def request(number: int, at: float) -> tuple[float, list[float], int]:
+            stream, times = self.ask(about[number], lengths[number]), list[float]()
+            stream.listen(lambda: times.append(time.perf_counter()))
+            tokens = stream.result(_SECONDS).tokens
+            gaps = [after - before for before, after in itertools.pairwise(times)]
+            return stream.first_token_at - at, gaps[:-1], len(tokens)  # the last one is to the end
 
         arrivals = np.cumsum(random.exponential(1 / load.rate, count)) + time.perf_counter()
         with ThreadPoolExecutor(count) as pool:  # so that no request delays another
@@ -191,93 +162,93 @@ class Served:
         return self._random.integers(0, self.lm.config.vocab_size, count).tolist()
 
 
+def wait_for(stream: Stream, tokens: int) -> None:
+    """Waits for a number of tokens of an answer, or its end."""
+    end = time.monotonic() + _SECONDS
+    while len(stream.tokens) < tokens and not stream.ended:
+        require(time.monotonic() < end, f"no {tokens} tokens came within {_SECONDS:.0f} seconds", TimeoutError)
+        time.sleep(1e-3)
+
+
 class Soak:
     """Clients of an engine whose documents do not fit memory; each answer must be `generate`'s."""
 
     def __init__(self, lm: LM, load: Load, backend: str, disk: Path) -> None:
-        self.lm, self.load, self.backend = lm, load, backend
         sizes = (load.documents, load.tokens), (_QUESTIONS, load.question_tokens), (_QUESTIONS, load.prompt_tokens)
         draw, words = np.random.default_rng(load.seed).integers, lm.config.vocab_size
-        self.documents, self.questions, self.prompts = (draw(1, words, size).tolist() for size in sizes)
-        self.contexts = [tca_jax.prefill(lm, each, backend=backend) for each in self.documents]
-        room = int(_DEVICE_ROOM * lm.cache_layout(1, load.tokens).num_pages)
-        self.options: common.Row = {"max_rows": load.rows, "pages": room, "answer_tokens": load.room, "disk": disk}
-        self.options |= {"host_memory": int(_HOST_ROOM * self.contexts[0].stats.kv_cache_bytes), "backend": backend}
-        self.outcomes, self.first_tokens = collections.Counter[str](), list[float]()
-        self._answers: dict[tuple[int | None, int, bool], list[int]] = {}
-        self._lock = threading.RLock()
+        self.documents, questions, prompts = (draw(1, words, size).tolist() for size in sizes)
+        self.lm, self.load = lm, load
+        self.requests: list[tuple[list[int] | None, list[int], common.Row, list[int]]] = []  # with their answers
+        options: common.Row = {"max_new_tokens": load.answer_tokens, "stop_token_ids": ()}
+        for document in (*self.documents, None):
+            context = None if document is None else tca_jax.prefill(lm, document, backend=backend)
+            for prompt, more in itertools.product(prompts if document is None else questions, ({}, _SAMPLED)):
+                out = tca_jax.generate(lm, prompt, context=context, backend=backend, **options | more)
+                self.requests.append((document, prompt, options | more, out.tokens[0]))
+        layout = lm.cache_layout(1, load.tokens)
+        host_memory = int(_HOST_ROOM * layout.num_bytes(lm.config.head_dim, lm.cache_dtype))
+        self.options: common.Row = {"max_rows": load.rows, "answer_tokens": load.room, "host_memory": host_memory}
+        self.options |= {"pages": int(_DEVICE_ROOM * layout.num_pages), "disk": disk, "backend": backend}
+        self.outcomes, self.first_tokens = list[str](), list[float]()
 
     def run(self, seconds: float) -> tuple[common.Row, list[str]]:
         """Load for so many seconds; also all problems."""
-        stopping, problems, count = threading.Event(), list[str](), self.load.rows + 2
-        first, *others = (random.Random(self.load.seed + number) for number in range(1 + count))
-        with Engine(self.lm, **self.options) as engine, ThreadPoolExecutor(count) as pool:
-            for _ in range(4 * self.load.documents):  # compile
-                self.outcomes[self._request(engine, first)] += 1
-            clients = [pool.submit(self._send, engine, each, stopping) for each in others]
+        stopping, problems, clients = threading.Event(), list[str](), self.load.rows + 2
+        with Engine(self.lm, **self.options) as engine, ThreadPoolExecutor(clients) as pool:
+            for request in self.requests:  # compile
+                self._ask(engine, *request)
+            for number in range(clients):
+                pool.submit(self._send, engine, random.Random(self.load.seed + number), stopping)
             time.sleep(seconds / 2)
             half = resident_bytes()
             time.sleep(seconds / 2)
             grown = resident_bytes() - half
             stopping.set()
-            for client in clients:
-                client.result(_SECONDS)
-            problems += [] if engine.idle(_SECONDS) else ["the engine is not idle"]
-            pages = engine.answer_pages
-            problems += [] if pages.free == pages.total else [f"pages of answers stay taken: {pages}"]
+            pool.shutdown()
+            idle, pages = engine.idle(_SECONDS), engine.answer_pages
+            problems += [] if idle and pages.free == pages.total else [f"pages of answers stay taken: {pages}"]
             ids = {engine.wait(engine.read(each), _SECONDS, stored=True).id for each in self.documents}
         with Engine(self.lm, **self.options) as engine:
             lost = ids - {each.id for each in engine.documents()}
             problems += [f"{len(lost)} documents are lost"] if lost else []
+        outcomes = collections.Counter(self.outcomes)
         problems += [f"the process grew by {grown / 1e6:.0f} MB"] if grown > _SLACK else []
-        problems += [f"{self.outcomes[bad]} {bad}" for bad in ("other answers", "errors") if self.outcomes[bad]]
-        row = {"s": seconds, "requests": self.outcomes.total(), **self.outcomes}
+        problems += [f"{outcomes[bad]} {bad}" for bad in ("other answers", "errors") if outcomes[bad]]
+        row = {"s": seconds, "requests": outcomes.total(), **outcomes}
         row |= common.percentiles("first token", self.first_tokens)
         return {**row, "process MB": resident_bytes() / 1e6, "grown MB": grown / 1e6}, problems
 
     def _send(self, engine: Engine, random: random.Random, stopping: threading.Event) -> None:
-        """Requests, one after the other, until `stopping`."""
+        """Requests, one after the other, until `stopping`; a fifth is cancelled."""
         while not stopping.wait(random.expovariate(50)):
+            cancelled = random.randrange(1, self.load.answer_tokens) if random.random() < 0.2 else None
             try:
-                outcome = self._request(engine, random)
+                self._ask(engine, *random.choice(self.requests), cancelled)
             except Exception:
                 traceback.print_exc()
-                outcome = "errors"
-            with self._lock:
-                self.outcomes[outcome] += 1
+                self.outcomes.append("errors")
 
-    def _request(self, engine: Engine, random: random.Random) -> str:
-        """The outcome of a random request: greedy or sampled, complete or cancelled."""
-        number = None if random.random() < self.load.prompts else random.randrange(len(self.documents))
-        question, cancelled = random.randrange(_QUESTIONS), random.random() < 0.2
-        asked = number, question, not cancelled and random.random() < 0.5
-        id_ = None if number is None else engine.read(self.documents[number])
-        prompt, options = self._prompt(*asked)
-        stream = engine.ask(id_, prompt, **options)
-        if cancelled:
-            TokenTimes(stream).wait(random.randrange(1, self.load.answer_tokens))
+    def _ask(
+        self,
+        engine: Engine,
+        document: list[int] | None,
+        prompt: list[int],
+        options: common.Row,
+        expected: list[int],
+        cancelled: int | None = None,
+    ) -> None:
+        """A request, which may be cancelled after some tokens."""
+        stream = engine.ask(None if document is None else engine.read(document), prompt, **options)
+        if cancelled is not None:
+            wait_for(stream, cancelled)
             stream.cancel()
-        out, expected = stream.result(_SECONDS), self._expected(*asked)
-        if out.tokens != (expected[: len(out.tokens)] if cancelled else expected):
-            print(f"other answer: {asked}: {out.tokens} instead of {expected}", file=sys.stderr, flush=True)
-            return "other answers"
+        out = stream.result(_SECONDS)
         self.first_tokens.append(out.seconds_to_first_token)
-        return "cancelled" if cancelled else "equal"
-
-    def _prompt(self, document: int | None, question: int, sampled: bool) -> tuple[list[int], common.Row]:
-        options = {**_SAMPLED, "stop_token_ids": (3, 5)} if sampled else {"stop_token_ids": ()}
-        prompt = (self.prompts if document is None else self.questions)[question]
-        return prompt, {"max_new_tokens": self.load.answer_tokens, **options}
-
-    def _expected(self, document: int | None, question: int, sampled: bool) -> list[int]:
-        """The tokens of `generate`, computed once."""
-        with self._lock:
-            if (asked := (document, question, sampled)) not in self._answers:
-                prompt, options = self._prompt(*asked)
-                context = None if document is None else self.contexts[document]
-                out = tca_jax.generate(self.lm, prompt, context=context, backend=self.backend, **options)
-                self._answers[asked] = out.tokens[0]
-            return self._answers[asked]
+        if out.tokens == (expected if cancelled is None else expected[: len(out.tokens)]):
+            self.outcomes.append("equal" if cancelled is None else "cancelled")
+        else:
+            self.outcomes.append("other answers")
+            print(f"other answer: {prompt}: {out.tokens} instead of {expected}", file=sys.stderr, flush=True)
 
 
 def resident_bytes() -> int:
