@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from tca_jax.lab.evaluation.ruler import largest
-from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Mark, Prompt, Sample, Task, by_protocol
+from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Prompt, Sample, Task, by_protocol
 from tca_jax.lab.recall import TASKS as RECALL_TASKS
 from tca_jax.lab.recall import Document, is_correct
 from tca_jax.lab.recall.documents import draw_documents
@@ -48,15 +48,14 @@ def sample_of(document: Document) -> Sample:
     question = document.questions[0]
     prefix = Prompt(document.text, asked(question) + question.lead, chat=False)
     prompts = by_protocol(prefix, Prompt(document.text, f"\n\n{question.text}"))
-    depth = document.place(question.facts[0]) / len(document.text)
-    return Sample(prompts, (question.answer,), (depth,), source=question)
+    return Sample(prompts, (question.answer,), source=question)
 
 
-def _mark(sample: Sample, text: str, protocol: str) -> Mark:
-    right = is_correct(sample.source, text, "prefix" if protocol in WITH_LEAD else protocol)
-    return Mark(float(right), (right,))
+def _score(sample: Sample, text: str, protocol: str) -> float:
+    return float(is_correct(sample.source, text, "prefix" if protocol in WITH_LEAD else protocol))
 
 
 TASKS = tuple(
-    Task(f"recall_{name}", "recall", ANSWER_TOKENS, functools.partial(_draw, task=name), _mark) for name in RECALL_TASKS
+    Task(f"recall_{name}", "recall", ANSWER_TOKENS, functools.partial(_draw, task=name), _score)
+    for name in RECALL_TASKS
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tca_jax.errors import explaining, require
-from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Mark, Prompt, Sample, Task, asked_with_lead
+from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Prompt, Sample, Task, asked_with_lead
 from tca_jax.lab.evaluation.sources import Sources, read_json_file
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -22,20 +22,15 @@ _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 # Scores.
 
 
-def match_all(sample: Sample, text: str, protocol: str) -> Mark:
+def match_all(sample: Sample, text: str, protocol: str) -> float:
     """RULER's string_match_all: the share of references in the answer, case-insensitive."""
-    hits = _hits(sample, text)
-    return Mark(sum(hits) / len(hits), hits if sample.depths else ())
-
-
-def match_part(sample: Sample, text: str, protocol: str) -> Mark:
-    """RULER's string_match_part: whether any reference is in the answer."""
-    return Mark(float(any(_hits(sample, text))))
-
-
-def _hits(sample: Sample, text: str) -> tuple[bool, ...]:
     answer = _CONTROL.sub("\n", text.strip()).strip().lower()
-    return tuple(reference.lower() in answer for reference in sample.references)
+    return sum(reference.lower() in answer for reference in sample.references) / len(sample.references)
+
+
+def match_part(sample: Sample, text: str, protocol: str) -> float:
+    """RULER's string_match_part: whether any reference is in the answer."""
+    return float(match_all(sample, text, protocol) > 0)
 
 
 # Haystacks of the right size.
@@ -49,7 +44,7 @@ def _task(
     new_tokens: int,
     haystack: Callable[[Drawing], tuple[int, Maker]],  # the least size of a haystack, and the maker of samples
     needs: tuple[str, ...] = (),
-    score: Callable[[Sample, str, str], Mark] = match_all,
+    score: Callable[[Sample, str, str], float] = match_all,
 ) -> Task:
     """A task whose prompts under "prefix" fit the length with `new_tokens` of an answer."""
 
@@ -76,11 +71,9 @@ def _task(
     return Task(name, "ruler", new_tokens, draw, score, needs)
 
 
-def _sample(parts: Sequence[str], answers: Sequence[str], *, placed: bool = False, **fields: object) -> Sample:
-    """A sample from templates of document, question and lead; with the answers' depths where they are placed."""
-    document, question, lead = (part.format(**fields) for part in parts)
-    depths = tuple(document.find(answer) / len(document) for answer in answers) if placed else ()
-    return Sample(asked_with_lead(document, question, lead), tuple(answers), depths)
+def _sample(parts: Sequence[str], answers: Sequence[str], **fields: object) -> Sample:
+    """A sample from templates of document, question and lead."""
+    return Sample(asked_with_lead(*(part.format(**fields) for part in parts)), tuple(answers))
 
 
 def largest(fits: Callable[[int], bool], least: int) -> int | None:
@@ -160,7 +153,7 @@ def _needles(
                 parts, kind = tuple(map(_singular, parts)), kind[:-1]
             *first, last = (drawn[i] for i in asked)
             query = f"{', '.join(first)}, and {last}" if first else last
-            return _sample(parts, answers, placed=True, kind=kind, query=query, context=context)
+            return _sample(parts, answers, kind=kind, query=query, context=context)
 
         return 1 if haystack == "essay" else num_keys * num_values, make
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -72,15 +72,7 @@ class Sample:
 
     prompts: Mapping[str, Prompt]  # by protocol
     references: tuple[str, ...]
-    depths: tuple[float, ...] = ()  # position of each reference in the document, in [0, 1]; empty if unknown
     source: Any = None  # further data for the scorer
-
-
-class Mark(NamedTuple):
-    """Score of an answer."""
-
-    score: float  # in [0, 1]
-    hits: tuple[bool, ...] = ()  # for each reference with a depth, whether the answer states it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +110,7 @@ class Task:
     suite: str
     new_tokens: int  # most tokens of an answer after its first words
     draw: Callable[[Drawing], Sequence[Sample]]  # raises `DoesNotFit`
-    score: Callable[[Sample, str, str], Mark]  # of a sample, an answer and a protocol
+    score: Callable[[Sample, str, str], float]  # in [0, 1], of a sample, an answer and a protocol
     needs: tuple[str, ...] = ()  # names of sources
 
     def measure(
@@ -136,13 +128,10 @@ class Task:
         for chosen, filled in batches(sorted(range(len(samples)), key=tokens.__getitem__), rows):  # groups buckets
             texts, counts, costs = self._ask(lm, [prompts[i] for i in filled], limit, room)
             for i, text, count in zip(chosen, texts, counts, strict=False):
-                mark = self.score(samples[i], text, protocol)
                 found[i] = {
                     "prediction": text,
                     "references": list(samples[i].references),
-                    "score": mark.score,
-                    "depths": list(samples[i].depths),
-                    "hits": list(mark.hits),
+                    "score": self.score(samples[i], text, protocol),
                     "prompt_tokens": tokens[i],
                     "new_tokens": count,
                 }

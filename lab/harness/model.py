@@ -140,21 +140,20 @@ class HarnessLM(TemplateLM):
             places[tuple(context[-room:])].append(i)
             cut.append(len(context) > room)
         self._warn_cut(cut)
-        programs: dict[tuple[int, bool], list[tuple[tuple[int, ...], list[int]]]] = defaultdict(list)
-        for prompt, of_prompt in places.items():
-            for start in range(0, len(of_prompt), _ANSWERS):
-                some = of_prompt[start : start + _ANSWERS]
-                times = 1 << (len(some) - 1).bit_length()
-                programs[times, all(len(answers[i]) == 1 for i in some)].append((prompt, some))
+        questions = [
+            (prompt, of_prompt[start : start + _ANSWERS])
+            for prompt, of_prompt in places.items()
+            for start in range(0, len(of_prompt), _ANSWERS)
+        ]
         results: list[Any] = [None] * len(requests)
-        for (times, _), questions in programs.items():
-            for batch, rows in self._batches(questions, [len(prompt) for prompt, _ in questions], disable_tqdm):
-                given = [[answers[i] for i in _filled(some, times)] for _, some in rows]
-                scores = score_answers(self.lm, [prompt for prompt, _ in rows], given, backend=self._backend)
-                for (_, some), logprobs, greedy in zip(batch, scores.logprobs, scores.greedy, strict=False):
-                    for i, of_answer, is_greedy in zip(some, logprobs, greedy, strict=False):
-                        results[i] = float(of_answer.sum()), is_greedy
-                        self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
+        for batch, rows in self._batches(questions, [len(prompt) for prompt, _ in questions], disable_tqdm):
+            times = 1 << (max(len(some) for _, some in rows) - 1).bit_length()
+            given = [[answers[i] for i in _filled(some, times)] for _, some in rows]
+            scores = score_answers(self.lm, [prompt for prompt, _ in rows], given, backend=self._backend)
+            for (_, some), logprobs, greedy in zip(batch, scores.logprobs, scores.greedy, strict=False):
+                for i, of_answer, is_greedy in zip(some, logprobs, greedy, strict=False):
+                    results[i] = float(of_answer.sum()), is_greedy
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
         return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:

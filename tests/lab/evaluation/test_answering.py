@@ -9,7 +9,7 @@ from tca_jax.lab.evaluation import samples
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}<assistant>"
 LENGTHS = (30, 28, 29)  # of one bucket: few programs
-TASK = samples.Task("t", "s", 6, lambda drawing: [], lambda sample, text, protocol: samples.Mark(0.5))
+TASK = samples.Task("t", "s", 6, lambda drawing: [], lambda sample, text, protocol: 0.5)
 SAMPLES = [samples.Sample(samples.asked_with_lead("x y " * n, f" Q{n}?", " A:"), ("r",)) for n in LENGTHS]
 
 

@@ -108,8 +108,6 @@ def test_ruler_prompts_keep_their_text(draw, files, name, tmp_path, own_words):
     for sample in samples:
         prompt, late = sample.prompts["prefix"], sample.prompts["late"]
         texts += [prompt.document, prompt.question, prompt.lead, *sample.references]
-        for reference, depth in zip(sample.references, sample.depths, strict=bool(sample.depths)):
-            assert prompt.document[round(depth * len(prompt.document)) :].startswith(reference)
         assert (late.document, late.question, late.lead) == (prompt.document, prompt.question, "")
     assert digest(texts) == PROMPTS[name][1]
 
@@ -138,10 +136,8 @@ def test_recall_prompts_match_the_card(encoder):
         read, asked = sample.prompts["late"].encode_apart(encoder)
         assert read == encoded(chat_document(document.text))
         assert read + asked == encoded(chat)
-        (depth,) = sample.depths
-        assert document.text[round(depth * len(document.text)) :].startswith(question.facts[0].line)
-        assert DIGITS.score(sample, chat_answer(question), "late") == (1.0, (True,))
-        assert DIGITS.score(sample, f"{question.answer}.", "late-prefix") == (1.0, (True,))
+        assert DIGITS.score(sample, chat_answer(question), "late") == 1
+        assert DIGITS.score(sample, f"{question.answer}.", "late-prefix") == 1
 
 
 @pytest.mark.parametrize(
