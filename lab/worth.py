@@ -59,6 +59,7 @@ class _Commands(typer.core.TyperGroup):
 
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False, cls=_Commands)
 _OBSERVED, _SPREAD = 64, 16  # last queries of a prompt; tokens that a score counts for
+_FIRST = 2_048  # tokens whose predictions a document's own threshold is a quantile of
 _LEAST_FACTS = 8  # known under full attention, for anything to be measured
 Predictions = dict[str, Float32[np.ndarray, "heads L"]]  # of all layers' heads, by target
 MapsOption = Annotated[Path, typer.Option(help="Folder that `fit` wrote.")]
@@ -71,7 +72,8 @@ class Keeping:
     """Which tokens a cache keeps beside the window and the first tokens."""
 
     score: str = "worth"  # a target, or a combination of `_combined`
-    budget: Literal["threshold", "all", "layer", "head"] = "threshold"  # of the calibration, or a share of these heads
+    # The calibration's quantile; or this document's, of all heads, a layer's or a head's; or of its first 2,048 tokens.
+    budget: Literal["threshold", "all", "layer", "head", "first"] = "threshold"
     window: int = 1_024
     means: int = 0  # neighbours whose evicted ones leave one mean; 0 for none
     mean_weights: str = ""  # target whose prediction weights tokens in it; equal weights by default
@@ -81,7 +83,8 @@ class Keeping:
     def label(self) -> str:
         """Name in tables."""
         spread = [f"{self.spread} of 3"] if self.spread else []
-        budget = {"threshold": [], "all": ["a budget"]}.get(self.budget, [f"a budget per {self.budget}"])
+        short = {"threshold": [], "all": ["a budget"], "first": [f"a threshold of the first {_FIRST:,} tokens"]}
+        budget = short.get(self.budget, [f"a budget per {self.budget}"])
         of, by = f" of {self.means}" * (self.means != BLOCK), f" by {self.mean_weights}" * bool(self.mean_weights)
         return ", ".join([self.score, *spread, f"window {self.window}", *budget, *[f"means{of}{by}"][: self.means]])
 
@@ -100,6 +103,7 @@ KEEPINGS = (
     RULE,
     Keeping(window=256, means=BLOCK, mean_weights="probability"),
     Keeping(window=256, means=32),
+    *(Keeping("worth", budget, 256, BLOCK, "worth") for budget in ("all", "first")),
     KVZAP,
 )
 READ = Reading(selected=0.05, mass=0.1, means=True, mean_weights=True, window=256, weighted=False)  # the rule
@@ -146,6 +150,8 @@ def kept_masks(
     if keeping.budget == "threshold":
         theta = maps[keeping.score].threshold(selected) if selected else np.inf
         return (scores >= theta) | always
+    if keeping.budget == "first":
+        return (scores >= np.quantile(scores[:, FIRST:_FIRST], 1 - selected)) | always
     groups = {"all": 1, "layer": layers, "head": heads}[keeping.budget]
     outside = scores[:, ~always].reshape(groups, -1)
     thetas = np.quantile(outside, 1 - selected, axis=1).repeat(heads // groups)
@@ -257,7 +263,8 @@ def ruler_document(lm: LM, task: str, seed: int, tokens: int) -> LateDocument:
     for i, (question, answer) in enumerate(asked):
         rows[i, : len(question) + len(answer)] = [*question, *answer]
         counted[i, len(question) - 1 : len(question) + len(answer) - 1] = 1
-    return LateDocument(ids, rows, counted.astype(np.float32), ("fact",) * len(rows))
+    kinds: Any = ("fact",) * len(rows)
+    return LateDocument(ids, rows, counted.astype(np.float32), kinds)
 
 
 class LateSheet:
@@ -596,9 +603,9 @@ def _facts_cell(found: list[list[Record]] | None, full: list[Record]) -> str:
         [_mean(each, name) / _mean(each, f"{name}_by_full") for each in found] for name in ("copied", "next")
     )
     known, of_bytes = [late_facts.facts(each)[0] for each in found], [_mean(each, "kv_share") for each in found]
-    facts, copies, of_bytes = (" ".join(f"{100 * x:.0f}" for x in each) for each in (known, copies, of_bytes))
+    facts, right, shares = (" ".join(f"{100 * x:.0f}" for x in each) for each in (known, copies, of_bytes))
     more = " ".join(f"{100 * x - 100:+.1f}" for x in following)
-    return f"{facts}; {copies}; {more}; {of_bytes} ({min(map(len, found))})"
+    return f"{facts}; {right}; {more}; {shares} ({min(map(len, found))})"
 
 
 def _loss_cell(found: list[list[Record]] | None, full: list[Record]) -> str:
