@@ -14,7 +14,6 @@ import random
 import shlex
 import statistics
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,6 @@ _COMPILED_AT_ONCE = 4  # programs, in threads
 _SAMPLE_SECONDS = 0.02
 _DRAWN = 2**22  # random numbers per draw: XLA compiles a draw of 2^30 for minutes
 _CPU_TOKENS = 4096  # longest context that a CPU computes in reasonable time
-_LINE = 120  # characters of a printed row
 
 LengthsOption = Annotated[list[int] | None, typer.Option(help="Prompt or context tokens; may be repeated.")]
 ModelsOption = Annotated[
@@ -212,8 +210,7 @@ class Results:
         """Writes and prints a row."""
         self.tables.setdefault(table, []).append(row)
         self._append({"table": table, **row})
-        text = "  ".join(f"{column} {_cell(value)}" for column, value in row.items())
-        print("\n".join(textwrap.wrap(text, _LINE, subsequent_indent="  ")), flush=True)
+        print("  ".join(f"{column} {_cell(value)}" for column, value in row.items()), flush=True)
 
     def finish(self, *remarks: str) -> None:
         """Writes the Markdown page and prints its tables; exit status 1 without any row."""
@@ -237,15 +234,10 @@ def read_results(path: Path) -> Row:
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """Rows as a Markdown table; columns with one value in all of several rows are listed above it."""
+    """Rows as a Markdown table."""
     columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-    cells = {column: [_cell(row.get(column, "")) for row in rows] for column in columns}
-    same = [column for column in columns if len(rows) > 1 and len(set(cells[column])) == 1]
-    shown = [column for column in columns if column not in same]
-    lines = [f"| {' | '.join(shown)} |", "|---" * len(shown) + "|"]
-    lines += [f"| {' | '.join(cells[column][i] for column in shown)} |" for i in range(len(rows))]
-    common = ", ".join(f"{column} {cells[column][0]}" for column in same if cells[column][0])
-    return "\n".join([*([f"All rows: {common}.", ""] if common else []), *lines])
+    lines = [columns, ["---"] * len(columns), *([_cell(row.get(column, "")) for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> Row:
