@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import print_json, read_text, require_writable
+from tca_jax.cli.models import opened
 from tca_jax.cli.options import (
     DtypeOption,
     JsonOption,
     KVOption,
     MeshOption,
     ModelArgument,
+    ModelOptions,
     SeedOption,
     WeightsOption,
 )
@@ -116,12 +117,10 @@ def evaluate(
 
     Example: [bold]tca-jax eval recall-tiny --tasks recall --samples 5 --out out/recall[/]
     """
-    from tca_jax.engine.mesh import parse_mesh
     from tca_jax.engine.prompts import encode_prompt
     from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, run_plan
     from tca_jax.lab.evaluation.method_specs import parse_labels
     from tca_jax.lab.evaluation.tuning import make_tuning
-    from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
 
     given = {name: value for name, value in locals().items() if name in (*DEFAULTS, *_FIXED) and value is not None}
     settings = {**DEFAULTS, **given}
@@ -141,14 +140,8 @@ def evaluate(
         else make_tuning(parse_labels(tune), specs, trials=trials or _TRIALS, kv_share=kv_share, seed=seed)
     )
     require_writable(folder, "--out")
-    with naming_options("dtype", "weights", "kv"):
-        check_dtype(dtype)
-        check_eight_bits(weights, kv)
-    devices = None if mesh is None else parse_mesh(mesh, "--mesh")
-    sources.require_files()
-    with progress() as report:
-        report(f"loading {model}", None, None)
-        checkpoint = open_checkpoint(model)
+    running = ModelOptions(dtype=dtype, weights=weights, kv=kv, mesh=mesh)
+    with opened(model, running, rows=batch) as (checkpoint, load):
         found, paper = _profiles(checkpoint, profile)
         plan = make_plan(
             checkpoint,
@@ -164,13 +157,7 @@ def evaluate(
             tuning=tuning,
             seconds=seconds,
         )
-        lm = checkpoint.load(
-            dtype=dtype,
-            weights=weights,
-            kv=kv,
-            mesh=devices,
-            progress=lambda done, total: report(f"loading {model}", done, total),
-        )
+        lm = load()
     for each in (found, paper):
         if each is not None:
             each.validate_for(lm.config, lm.fingerprint, lm.name)

@@ -27,17 +27,12 @@ def _draw(drawing: Drawing, task: str) -> list[Sample]:
     def tokens(num_bytes: int) -> int:
         return len(samples(num_bytes, 1)[0].prompts["prefix"].encode(drawing.lm)) - special
 
-    def fits(num_bytes: int) -> bool:
-        return tokens(num_bytes) <= length
-
     if length + ANSWER_TOKENS > most:
         raise DoesNotFit(
             f"--lengths {length}: recall_{task} needs at most {most - ANSWER_TOKENS}, for answers take up to "
             f"{ANSWER_TOKENS} tokens more, and {drawing.lm.name} has {most} positions"
         )
-    num_bytes: int | None = length
-    if length < _LEAST_BYTES or not fits(length) or fits(length + 1):  # several bytes per token
-        num_bytes = largest(fits, _LEAST_BYTES)
+    num_bytes = largest(lambda size: tokens(size) <= length, _LEAST_BYTES)
     if num_bytes is None:
         raise drawing.too_short(f"recall_{task}", tokens(_LEAST_BYTES))
     return samples(num_bytes, drawing.count)

@@ -80,12 +80,6 @@ class Sources:
     hotpotqa: Path | None = None  # HotpotQA (distractor setting), JSON
     text: Path | None = None  # for loss
 
-    def require_files(self) -> None:
-        """Raises OSError unless the named files exist."""
-        for path in (self.essays, self.squad, self.hotpotqa, self.text):
-            if path is not None:
-                path.open("rb").close()
-
     @functools.cached_property
     def essay_words(self) -> list[str]:
         """Words of the haystacks' text."""

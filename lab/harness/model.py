@@ -26,7 +26,7 @@ from tca_jax.engine.lm import LM, stored_entry
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.score import score_answers
 from tca_jax.errors import check_integer, explaining, require
-from tca_jax.loading import check_dtype, check_eight_bits, checkpoint_folder, open_checkpoint
+from tca_jax.loading import checkpoint_folder, open_checkpoint
 from tca_jax.methods.registry import describe_method, with_known
 from tca_jax.models.json_object import read_json_object
 
@@ -44,7 +44,7 @@ class HarnessLM(TemplateLM):
     """A checkpoint under an attention method, for `lm_eval.simple_evaluate` and lm_eval's command line.
 
     docs/lm-evaluation-harness.md describes the arguments, and which policies the figures measure. `pretrained` may be
-    a loaded model, `options` are the method's, and tokenizer, device and trust_remote_code are unused.
+    a loaded model, `options` are the method's; tokenizer, device, trust_remote_code and max_batch_size are unused.
     """
 
     def __init__(
@@ -73,8 +73,6 @@ class HarnessLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
-        alone = "must be None; batch_size is the size of all batches"
-        require(max_batch_size is None, f"max_batch_size = {max_batch_size!r}: {alone}")
         self._rows, self.max_gen_toks = _count("batch_size", batch_size, 1), _count("max_gen_toks", max_gen_toks, 1)
         self._seed, self._backend = _count("seed", seed, 0), backend
         if repetition_penalty is None and not isinstance(pretrained, LM):
@@ -251,8 +249,6 @@ def load_model(
         fixed = "profile, dtype, weights, kv and revision are those it was loaded with"
         require(plain, f"pretrained is a loaded model: {fixed}")
         return pretrained if method is None else pretrained.with_method(method, **options)
-    check_dtype(stored.get("dtype"))
-    check_eight_bits(stored.get("weights"), stored.get("kv"))
     checkpoint = open_checkpoint(pretrained, revision)
     found = checkpoint.read_profile(profile)
     if found is not None and method is not None:

@@ -154,7 +154,6 @@ def test_chat_template_is_the_models():
     ("options", "message"),
     [
         ({"batch_size": "auto"}, "batch_size = 'auto': must be an integer of at least 1"),
-        ({"max_batch_size": 8}, "max_batch_size = 8: must be None"),
         ({"max_length": 5000}, "max_length = 5000: must be at most 4096"),
         ({"windw": 256}, r"model arguments \['windw'\]: unknown, and options of a method need method="),
         ({"method": "snapv"}, "method 'snapv' is not registered"),
