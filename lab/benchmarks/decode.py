@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,12 @@ import typer
 from jaxtyping import Array
 
 import tca_jax
-from tca_jax.cli.options import KVOption
+from tca_jax.cli.options import BackendOption, KVOption
 from tca_jax.engine.cache import CacheLayout, PagedCache, kept_of_prompt
 from tca_jax.engine.lm import KV
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
-from tca_jax.methods import BASELINE
-from tca_jax.methods.base import CachePolicy, Method
+from tca_jax.methods.base import CachePolicy
 from tca_jax.models.config import ModelConfig
 from tca_jax.pallas_kernels.kv import CODES, encode, num_bytes
 from tca_jax.pallas_kernels.numerics import cdiv
@@ -34,7 +33,7 @@ NOTE = (
     "Random caches behind a prompt of `tokens`; `attended`: share of all tokens that a step reads. {steps} dependent "
     "steps over copies of the cache that do not fit L2, less the same program without attention. `over floor`: over "
     "the same bytes at the rate of a device copy, {copied:,.0f} GB/s. Medians over {repeats} rounds; `speed-up` is "
-    "over full attention with the same `KV` and backend, `error` relative to the XLA oracle. {shares}"
+    "over full attention with the same `KV`, `error` relative to the XLA oracle. {shares}"
 )
 
 
@@ -42,7 +41,9 @@ NOTE = (
 class Plan:
     """The cache of a layer behind a prompt, before it is made."""
 
+    model: str
     config: ModelConfig
+    name: str  # of the attention
     policy: CachePolicy
     rows: int
     tokens: int  # of the prompt
@@ -80,8 +81,9 @@ class Plan:
         """Columns of a step that takes `seconds`; `copied` is the rate of the floor."""
         read = 2 * num_bytes(self.attended, self.config.head_dim, self.kv)
         attended = self.attended / (self.rows * self.kept.size * (self.tokens + 1))
-        row = {"attended": attended, "KV MB": self.num_bytes / 1e6, "ms": 1e3 * seconds}
-        return row | {"GB/s": read / seconds / 1e9, "over floor": seconds * copied / read}
+        row = {"model": self.model, "rows": self.rows, "tokens": self.tokens, "attention": self.name}
+        row |= {"KV": jnp.dtype(self.kv).name, "attended": attended, "KV MB": self.num_bytes / 1e6}
+        return row | {"ms": 1e3 * seconds, "GB/s": read / seconds / 1e9, "over floor": seconds * copied / read}
 
 
 def attend(q: Array, cache: PagedCache, layout: CacheLayout, backend: Any) -> Array:
@@ -99,55 +101,39 @@ def run_steps(backend: Any, layout: CacheLayout, q: Array, rotation: Array, cach
     return q
 
 
-class Case(NamedTuple):
-    """A layer's decode attention under a method, with a stored type of keys and values, on a backend."""
-
-    name: str
-    method: Method
-    kv: Any  # dtype
-    backend: Any
-
-
-def measure(model: str, rows: int, tokens: int, cases: Sequence[Case], copied: float, repeats: int) -> list[common.Row]:
-    """A row for each case; their caches must fit together."""
-    config = shapes.CONFIGS[model]
-    plans = {(case.name, case.kv): Plan(config, case.method.cache, rows, tokens, case.kv) for case in cases}
-    q, rotation = _queries(config, rows)
-    caches: dict[Any, tuple[PagedCache, ...]] = {}
-    for kind, plan in plans.items():
-        cache, copies = plan.make(seed=tokens), min(STEPS, cdiv(_PAST_L2_BYTES, plan.num_bytes)) - 1
-        caches[kind] = (cache, *(jax.tree.map(jnp.copy, cache) for _ in range(copies)))
-
-    def call(case: Case, caches: tuple[PagedCache, ...]) -> Callable[[], Any]:
-        program = jax.jit(functools.partial(run_steps, case.backend, plans[case.name, case.kv].layout))
-        return functools.partial(program, q, rotation, caches)
-
-    calls: dict[Any, Callable[[], Any]] = {"empty": call(cases[0], ())}
-    seconds = common.time_in_turns(calls | {case: call(case, caches[case.name, case.kv]) for case in cases}, repeats)
-    net = {case: (seconds[case] - seconds["empty"]) / STEPS for case in cases}
-    full = {(case.kv, case.backend): net[case] for case in cases if case.method == BASELINE}
+def measure(plans: Sequence[Plan], backend: str, copied: float, repeats: int) -> list[common.Row]:
+    """A row for each plan; their caches must fit together."""
+    q, rotation = _queries(plans[0])
+    empty = jax.jit(functools.partial(run_steps, backend, plans[0].layout))
+    calls: dict[Any, Callable[[], Any]] = {"empty": functools.partial(empty, q, rotation, ())}
+    for plan in plans:
+        cache, copies = plan.make(seed=plan.tokens), min(STEPS, cdiv(_PAST_L2_BYTES, plan.num_bytes)) - 1
+        caches = (cache, *(jax.tree.map(jnp.copy, cache) for _ in range(copies)))
+        program = jax.jit(functools.partial(run_steps, backend, plan.layout))
+        calls[plan.name, plan.kv] = functools.partial(program, q, rotation, caches)
+    seconds = common.time_in_turns(calls, repeats)
+    net = {name: (each - seconds["empty"]) / STEPS for name, each in seconds.items()}
     found = []
-    for case in cases:
-        plan = plans[case.name, case.kv]
-        row = {"model": model, "rows": rows, "tokens": tokens, "attention": case.name}
-        row |= {"KV": jnp.dtype(case.kv).name, "backend": case.backend, **plan.row(net[case], copied)}
-        error = _check(case, dataclasses.replace(plan, tokens=min(tokens, common.CHECKED_TOKENS)))
-        found.append({**row, "speed-up": full[case.kv, case.backend] / net[case], "error": error})
+    for plan in plans:
+        step = net[plan.name, plan.kv]
+        error = _check(dataclasses.replace(plan, tokens=min(plan.tokens, common.CHECKED_TOKENS)), backend)
+        found.append({**plan.row(step, copied), "speed-up": net["full", plan.kv] / step, "error": error})
     return found
 
 
-def _queries(config: ModelConfig, rows: int) -> tuple[Array, Array]:
+def _queries(plan: Plan) -> tuple[Array, Array]:
     """Queries `[B, H_q, d]` and a rotation `[d, d]`, bfloat16."""
-    orthogonal, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((config.head_dim, config.head_dim)))
-    q = common.random_normal(jax.random.key(0), (rows, config.num_heads, config.head_dim), jnp.bfloat16)
+    dim = plan.config.head_dim
+    orthogonal, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((dim, dim)))
+    q = common.random_normal(jax.random.key(0), (plan.rows, plan.config.num_heads, dim), jnp.bfloat16)
     return q, jnp.asarray(orthogonal, jnp.bfloat16)
 
 
-def _check(case: Case, plan: Plan) -> float:
+def _check(plan: Plan, backend: str) -> float:
     """Relative error of one step against the XLA oracle."""
-    cache, (q, _) = plan.make(seed=1), _queries(plan.config, plan.rows)
+    cache, (q, _) = plan.make(seed=1), _queries(plan)
     step = functools.partial(attend, layout=plan.layout)
-    return common.agreement(case.backend, lambda backend: jax.jit(functools.partial(step, backend=backend))(q, cache))
+    return common.agreement(backend, lambda backend: jax.jit(functools.partial(step, backend=backend))(q, cache))
 
 
 def main(
@@ -156,7 +142,7 @@ def main(
     rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch.", show_default="1 and 8", min=1)] = None,
     shares: shapes.BlockSharesOption = None,
     kv: KVOption = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Kernels; may be repeated.", show_default="auto")] = None,
+    backend: BackendOption = "auto",
     window: common.WindowOption = tca_jax.TCAConfig.window,
     repeats: common.RepeatsOption = 7,
     out: common.OutOption = common.RESULTS,
@@ -170,20 +156,18 @@ def main(
     """
     lengths, config = lengths or [2**14, 2**17], common.tca_config(window)
     models, shares = shapes.find_configs(models, whole=False), shares or [shapes.Share(0.155)]
-    backends = backend or ["auto"]
     common.check_lengths(lengths, config, out)
-    common.check_backends(backends)
+    common.check_backends([backend])
     copied = common.copy_rate(repeats)
     note = NOTE.format(steps=STEPS, copied=copied / 1e9, repeats=repeats, shares=shapes.describe_shares(config))
     results = common.Results(out, name, "Decoding", note)
     dtypes = [jnp.dtype(jnp.bfloat16), *([] if kv is None else [KV[kv]])]
-    for model in models:
-        tested = shapes.named_methods(config, shares, shapes.CONFIGS[model].num_kv_heads)
-        kinds = itertools.product(tested.items(), dtypes, backends)
-        cases = [Case(label, method, dtype, each) for (label, method), dtype, each in kinds]
-        for place in itertools.product(rows or [1, 8], lengths):
-            timed = functools.partial(measure, model, *place, cases, copied, repeats)
-            what = f"a layer of {model}, {place[0]} rows, {place[1]:,} tokens"
-            for row in common.fitted(timed, what) or ():
-                results.add("Attention of one layer", row)
+    for model, *place in itertools.product(models, rows or [1, 8], lengths):
+        shape = shapes.CONFIGS[model]
+        tested = shapes.named_methods(config, shares, shape.num_kv_heads)
+        kinds = itertools.product(tested.items(), dtypes)
+        plans = [Plan(model, shape, label, method.cache, *place, dtype) for (label, method), dtype in kinds]
+        timed = functools.partial(measure, plans, backend, copied, repeats)
+        for row in common.fitted(timed, f"a layer of {model}, {place[0]} rows, {place[1]:,} tokens") or ():
+            results.add("Attention of one layer", row)
     results.finish()

@@ -36,6 +36,9 @@ NOTE = (
 )
 
 
+QUESTION_TOKENS = 64  # of a question about a document
+
+
 class Stored(enum.StrEnum):
     """What a model stores in fp8."""
 
@@ -104,7 +107,7 @@ def row_of(lm: LM, name: str, tokens: int, stats: Sequence[tca_jax.Stats], given
 
 
 def measure_questions(
-    lms: Mapping[str, LM], tokens: int, numbers: Sequence[int], question_tokens: int, given: Conditions
+    lms: Mapping[str, LM], tokens: int, numbers: Sequence[int], given: Conditions
 ) -> list[common.Row]:
     """Seconds to read a document once, and to the first token of questions about it."""
     found = []
@@ -115,7 +118,7 @@ def measure_questions(
             continue
         reading = context.stats.prefill_seconds
         for number in numbers:
-            questions = random_prompts(lm, number, question_tokens, seed=2)
+            questions = random_prompts(lm, number, QUESTION_TOKENS, seed=2)
 
             def ask(questions: Any = questions, lm: LM = lm, context: Any = context) -> Any:
                 return tca_jax.generate(lm, questions, context=context, max_new_tokens=1, backend=given.backend)
@@ -123,7 +126,7 @@ def measure_questions(
             ask()
             seconds = statistics.median(timeit.repeat(ask, number=1, repeat=given.repeats))
             row = {"model": lm.name, "tokens": tokens, "attention": name, "read s": reading, "questions": number}
-            found.append({**row, "question tokens": question_tokens, "first token ms": 1e3 * seconds})
+            found.append({**row, "first token ms": 1e3 * seconds})
         del context
     return found
 
@@ -152,9 +155,7 @@ def main(
     questions: Annotated[
         list[int] | None, typer.Option(help="Questions at once about a document that was read before.", min=1)
     ] = None,
-    question_tokens: Annotated[int, typer.Option(help="Tokens of a question.", min=1)] = 64,
     rows: Annotated[int, typer.Option(help="Prompts at once, for each device on data.", min=1)] = 1,
-    layers: Annotated[int | None, typer.Option(help="Layers of random weights; all by default.", min=1)] = None,
     mesh: Annotated[
         list[str] | None,
         typer.Option("--mesh", help="Devices on data x model, such as 1x4.", callback=launched_in_order),
@@ -189,11 +190,11 @@ def main(
     note = NOTE.format(**sizes, shares=shapes.describe_shares(config))
     results = common.Results(out, name, "Whole models, from prompt to answer", note)
     for model, devices, stored in itertools.product(models, meshes, fp8 or [Stored.NOTHING]):
-        options: dict[str, Any] = {"mesh": devices, "layers": layers}
+        options: dict[str, Any] = {"mesh": devices}
         options |= {part: "fp8" if stored in (part, "both") else None for part in ("weights", "kv")}
         if shares and (shape := shapes.CONFIGS.get(model)):
-            options["policy"] = shares[-1].method(config, shape.num_kv_heads, layers or shape.num_layers).cache
-        options["max_positions"] = max(lengths) + new_tokens + question_tokens
+            options["policy"] = shares[-1].method(config, shape.num_kv_heads, shape.num_layers).cache
+        options["max_positions"] = max(lengths) + new_tokens + QUESTION_TOKENS
         opened = functools.partial(shapes.open_model, model, profile, **options)
         if (lm := common.fitted(opened, f"the weights of {model}, {stored} in fp8")) is None:
             continue
@@ -205,7 +206,7 @@ def main(
         for tokens in lengths:
             for row in measure(lms, tokens, given):
                 results.add("From prompt to answer", kind | row)
-            for row in measure_questions(lms, tokens, questions or (), question_tokens, given):
-                results.add("Questions about one document", kind | row)
+            for row in measure_questions(lms, tokens, questions or (), given):
+                results.add(f"Questions of {QUESTION_TOKENS} tokens about one document", kind | row)
         del lm, lms
     results.finish()

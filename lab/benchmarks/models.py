@@ -179,7 +179,6 @@ def open_model(name: str, profile: str | None = None, **options: Any) -> LM:
 
 def random_model(
     name: str,
-    layers: int | None = None,
     *,
     max_positions: int | None = None,
     mesh: Mesh | None = None,
@@ -192,9 +191,7 @@ def random_model(
 
     On a mesh each device draws its part, and the devices share the KV heads as `policy` needs them.
     """
-    config = CONFIGS[name]
-    positions = max_positions or config.max_positions
-    config = dataclasses.replace(config, num_layers=layers or config.num_layers, max_positions=positions)
+    config = dataclasses.replace(CONFIGS[name], max_positions=max_positions or CONFIGS[name].max_positions)
     if mesh is not None:
         check_mesh(mesh, config, name)
     wide = jnp.dtype(dtype or config.dtype_name)

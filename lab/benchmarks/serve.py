@@ -265,7 +265,6 @@ def main(
     minutes: Annotated[
         float | None, typer.Option(help="Soak: check every answer for so long, and that memory stays flat.", min=0.01)
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers of random weights; all by default.", min=1)] = None,
     backend: BackendOption = "auto",
     window: common.WindowOption = tca_jax.TCAConfig.window,
     out: common.OutOption = common.RESULTS,
@@ -286,7 +285,7 @@ def main(
         jax.config.update("jax_default_matmul_precision", "highest")
     positions = max(load.tokens, load.prompt_tokens) + load.room
     dtype = "float32" if minutes else None
-    lm = shapes.open_model(model, profile, layers=layers, max_positions=positions, dtype=dtype)
+    lm = shapes.open_model(model, profile, max_positions=positions, dtype=dtype)
     shares = shares or ([] if profile else [shapes.Share(0.25), shapes.Share(0.1)])
     sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
     tested = shapes.named_methods(config, shares, *sizes_of_model, profile=lm.method if profile else None)

@@ -18,7 +18,7 @@ from tca_jax.lab.benchmarks.models import CONFIGS, Share
 
 TINY = ["--models=tiny", "--lengths=512", "--window=128"]
 SERVE = [
-    *("--model=tiny", "--tokens=512", "--window=128", "--layers=1", "--block-shares=0.25", "--rows=2", "--documents=2"),
+    *("--model=tiny", "--tokens=512", "--window=128", "--block-shares=0.25", "--rows=2", "--documents=2"),
     *("--prompt-tokens=300", "--answer-tokens=8", "--rate=50", "--requests=4"),
 ]
 SOAK = ["--minutes=0.3", "--documents=4", "--question-tokens=40"]
@@ -59,7 +59,7 @@ def test_decode_compares_caches_by_their_bytes(tmp_path):
 
 
 def test_end_to_end_times_answers_and_questions(tmp_path):
-    args = [*TINY, "--repeats=1", "--block-shares=0.05:0.5", "--new-tokens=4", "--layers=1", "--questions=2"]
+    args = [*TINY, "--repeats=1", "--block-shares=0.05:0.5", "--new-tokens=4", "--questions=2"]
     full, tca, *asked = bench("end-to-end", tmp_path, *args)
     assert (full["attention"], tca["attention"]) == ("full", "TCA 0.05:0.5")
     assert full["TTFT speed-up"] == full["ms/token speed-up"] == full["kept"] == full["area"] == 1
@@ -73,7 +73,7 @@ def test_end_to_end_times_answers_and_questions(tmp_path):
 @needs_8_devices
 def test_end_to_end_runs_over_meshes(tmp_path, monkeypatch):
     monkeypatch.setenv(LAUNCH_ORDER, "1")
-    meshes = ["--mesh=1x1", "--mesh=2x2", "--layers=1"]
+    meshes = ["--mesh=1x1", "--mesh=2x2"]
     args = [*TINY, "--repeats=1", *meshes, "--no-full", "--block-shares=0.3", "--new-tokens=4"]
     one, four = bench("end-to-end", tmp_path, *args)
     assert (one["mesh"], four["mesh"]) == ("1x1", "2x2")
