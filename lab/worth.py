@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import resource
 import time
@@ -38,7 +39,7 @@ from tca_jax.engine.prompts import encode_verbatim
 from tca_jax.errors import require
 from tca_jax.lab.benchmarks.common import Compilations
 from tca_jax.lab.evaluation import late_facts, reading_loss, real_models, sticks
-from tca_jax.lab.evaluation.by_layers import Answers, MaskedRead, ask, question_scores
+from tca_jax.lab.evaluation.by_layers import Answers, MaskedRead, ask, question_scores, read_full
 from tca_jax.lab.evaluation.late_documents import LateDocument, draw_text, late_document, repeating_document
 from tca_jax.lab.evaluation.ruler import TASKS as RULER
 from tca_jax.lab.evaluation.samples import Drawing
@@ -60,6 +61,7 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False, cls=_Commands)
 _OBSERVED, _SPREAD = 64, 16  # last queries of a prompt; tokens that a score counts for
 _FIRST = 2_048  # tokens whose predictions a document's own threshold is a quantile of
+_SAMPLED, _NEAR, _RIDGE = 16, 256, 1e-2  # of refitted values: every which query, tokens that it sees, of the diagonal
 _LEAST_FACTS = 8  # known under full attention, for anything to be measured
 Predictions = dict[str, Float32[np.ndarray, "heads L"]]  # of all layers' heads, by target
 MapsOption = Annotated[Path, typer.Option(help="Folder that `fit` wrote.")]
@@ -78,6 +80,7 @@ class Keeping:
     means: int = 0  # neighbours whose evicted ones leave one mean; 0 for none
     mean_weights: str = ""  # target whose prediction weights tokens in it; equal weights by default
     spread: Literal["", "mean", "max"] = ""  # of the scores of a token and the two beside it
+    refit: bool = False  # whether the values of what is kept are fitted anew
 
     @property
     def label(self) -> str:
@@ -86,7 +89,8 @@ class Keeping:
         short = {"threshold": [], "all": ["a budget"], "first": [f"a threshold of the first {_FIRST:,} tokens"]}
         budget = short.get(self.budget, [f"a budget per {self.budget}"])
         of, by = f" of {self.means}" * (self.means != BLOCK), f" by {self.mean_weights}" * bool(self.mean_weights)
-        return ", ".join([self.score, *spread, f"window {self.window}", *budget, *[f"means{of}{by}"][: self.means]])
+        kept = [*[f"means{of}{by}"][: self.means], *["refitted values"] * self.refit]
+        return ", ".join([self.score, *spread, f"window {self.window}", *budget, *kept])
 
 
 KVZAP = Keeping("probability", "all", 256)
@@ -104,6 +108,7 @@ KEEPINGS = (
     Keeping(window=256, means=BLOCK, mean_weights="probability"),
     Keeping(window=256, means=32),
     *(Keeping("worth", budget, 256, BLOCK, "worth") for budget in ("all", "first")),
+    dataclasses.replace(RULE, refit=True),
     KVZAP,
 )
 READ = Reading(selected=0.05, mass=0.1, means=True, mean_weights=True, window=256, weighted=False)  # the rule
@@ -209,6 +214,48 @@ def _with_means(
     return k, v, jnp.concatenate([jnp.where(kept[0], 0.0, -jnp.inf), entropy], axis=1)[None]
 
 
+@functools.partial(jax.jit, static_argnames=("means",))
+def refitted(
+    q: Array,
+    k: Array,
+    v: Array,
+    read_k: Array,
+    read_v: Array,
+    bias: Float32[Array, "1 Hkv _"],
+    length: Array,
+    means: int,
+) -> Array:
+    """Values of kept tokens and means that give the sampled queries of the text their outputs (ridge regression).
+
+    A query sees the tokens up to its own: the `_NEAR` nearest and the kept ones, and the means left of the nearest.
+    """
+    tokens, kv_heads = k.shape[1], k.shape[2]
+    place, ends = jnp.arange(tokens), (jnp.arange(read_k.shape[1] - tokens) + 1) * means
+    query = place[_SAMPLED - 1 :: _SAMPLED, None]
+    grouped = q[0, _SAMPLED - 1 :: _SAMPLED].reshape(len(query), kv_heads, -1, q.shape[-1])
+
+    def of_head(head: tuple[Array, ...]) -> Array:
+        q, k, v, read_k, read_v, bias = (x.astype(jnp.float32) for x in head)
+
+        def scores(keys: Array, seen: Array) -> Array:
+            logits = jnp.einsum("ngd,ld->gnl", q, keys) / math.sqrt(q.shape[-1])
+            return jnp.where(seen, logits, -jnp.inf).reshape(-1, len(keys))
+
+        near, causal = place > query - _NEAR, place <= query
+        full = jax.nn.softmax(scores(k, causal), axis=-1) @ v
+        fitted = jnp.concatenate([jnp.isfinite(bias[:tokens]) & causal, ends <= query - _NEAR], axis=1)
+        logits = [scores(read_k, fitted) + bias, scores(k, near & causal & ~jnp.isfinite(bias[:tokens]))]
+        p, others = jnp.split(jax.nn.softmax(jnp.concatenate(logits, axis=1), axis=-1), [len(read_k)], axis=1)
+        there = (jnp.tile(query[:, 0], len(p) // len(query)) < length)[:, None]
+        p, missing = p * there, (full - p @ read_v - others @ v) * there
+        gram = p @ p.T
+        ridge = _RIDGE * jnp.trace(gram) / there.sum()
+        return read_v + p.T @ jax.scipy.linalg.solve(gram + ridge * jnp.eye(len(gram)), missing, assume_a="pos")
+
+    heads = (grouped.swapaxes(0, 1), *(x[0].swapaxes(0, 1) for x in (k, v, read_k, read_v)), bias[0])
+    return jax.lax.map(of_head, heads).swapaxes(0, 1)[None].astype(read_v.dtype)
+
+
 @jax.jit
 def _outside(bias: Float32[Array, "1 Hkv _"], scores: Float32[Array, "Q Hkv _"]) -> Float32[Array, "Q Hkv _"]:
     """Scores of tokens that are not kept, each the most of those before it, too; -1 for others."""
@@ -288,8 +335,13 @@ class LateSheet:
         attended: float,
         means: int = 0,
         log_weights: Float32[np.ndarray, "heads L"] | None = None,
+        refit: bool = False,
     ) -> tuple[Answers, Record]:
         read, share = masked_read(self._ids, keys, kept, attended, means, log_weights)
+        if refit:
+            parts = zip(read_full(self._lm, self._ids).layers, read.keys, read.masks, strict=True)
+            values = [refitted(*layer[:3], *k_v, bias, len(self._ids), means=means) for layer, k_v, bias in parts]
+            read = read._replace(keys=[(k, v) for (k, _), v in zip(read.keys, values, strict=True)])
         answers = ask(self._lm, read, self._document.rows)
         return answers, {"kept": float(kept.mean()), "kv_share": share, "attended": attended}
 
@@ -312,7 +364,7 @@ class LateSheet:
         for share in shares:
             masks = kept_masks(keeping, predicted, maps, share, len(self._keys))
             means = keeping.means, predicted.get(keeping.mean_weights)
-            yield self._record(label, share, *self._ask(masks, self._keys, 1.0, *means))
+            yield self._record(label, share, *self._ask(masks, self._keys, 1.0, *means, keeping.refit))
 
     def _of_maps(self, maps: WorthMaps) -> Float32[np.ndarray, "heads L"]:
         return self._stacked(predictions(maps, self._inputs))
@@ -357,6 +409,7 @@ def fit(
     tokens: sticks.TokensOption = 8_192,
     kind: Annotated[str, typer.Option(help="python or manual; both by default.")] = "",
     questions: Annotated[bool, typer.Option(help="Hide facts in the texts; their questions count, too.")] = False,
+    copies: Annotated[bool, typer.Option(help="What the texts themselves repeat counts, too.")] = False,
     targets: Annotated[str, typer.Option(help="Targets, by commas.")] = ",".join(TARGETS),
     texts: sticks.TextsOption = None,
 ) -> None:
@@ -369,7 +422,8 @@ def fit(
         packed, asked = [document.ids for document in documents], [_asked(document) for document in documents]
     else:
         drawn = [draw_text(np.random.default_rng(1_000 + seed), seed, "calibration", tokens, texts) for seed in seeds]
-        packed, asked = pack_texts(lm, drawn, count, tokens), []
+        packed = pack_texts(lm, drawn, count, tokens)
+        asked = [_copies(ids) for ids in packed] if copies else []
     found = fit_worth(lm, packed, targets=targets.split(","), questions=asked, progress=_say)
     seconds = time.monotonic() - started
     to.mkdir(parents=True, exist_ok=True)
@@ -384,6 +438,24 @@ def fit(
 def _asked(document: LateDocument) -> TextRows:
     rows = [number for number, kind in enumerate(document.kinds) if kind != "next"]
     return TextRows(document.rows[rows], document.counted[rows])
+
+
+def _copies(ids: Sequence[int], rows: int = 16, shown: int = 8, far: int = 1_024) -> TextRows:
+    """Passages of a text that had stood in it before, at least `far` tokens earlier; their continuation counts."""
+    earlier: dict[tuple[int, ...], int] = {}
+    found: list[int] = []
+    for at in range(shown, len(ids) - _OBSERVED):
+        before = earlier.setdefault(tuple(ids[at - shown : at]), at)
+        if at - before >= far and (not found or at - found[-1] >= _OBSERVED):
+            found.append(at)
+    places = found[:: max(1, -(-len(found) // rows))]
+    tokens = np.array([[*ids[at - shown : at + _OBSERVED]] for at in places] or [[0] * (shown + _OBSERVED)], np.int32)
+    counted = np.zeros(tokens.shape, np.float32)
+    for row, at in enumerate(places):
+        first = earlier[tuple(ids[at - shown : at])]
+        same = np.equal(ids[at : at + _OBSERVED], ids[first : first + _OBSERVED])
+        counted[row, shown - 1 : shown - 1 + int(same.cumprod().sum())] = 1
+    return TextRows(tokens, counted)
 
 
 def _say(stage: str, done: int, total: int) -> None:
