@@ -91,16 +91,6 @@ class DemoResult:
         return [[*map(printable, each)] for *each, right, also in of_both if right and not also]
 
 
-@dataclasses.dataclass(frozen=True)
-class Exam:
-    """A document and questions about it."""
-
-    document: list[int]  # token ids
-    asked: list[Question]  # in the order in which their facts stand
-    texts: list[str]  # appended to the document for each question
-    fact: str  # the line of the first question's
-
-
 def choose_model(name: str | None = None) -> str:
     """The model of this name; by default SmolLM2 where its file and the gguf package are there, else recall-tiny."""
     if name is None:
@@ -135,20 +125,24 @@ def run_demo(
     """Reads a document, asks the questions under each method, and draws what TCA keeps."""
     report = report or (lambda step, done, total: None)
     model = RECALL_TINY if checkpoint.name == RECALL_TINY else SMOLLM2
-    exam = (_fact_exam if model == SMOLLM2 else _recall_exam)(checkpoint, tokens, questions, seed)
+    draw = _with_facts if model == SMOLLM2 else _with_recall_tasks
+    document, asked = draw(checkpoint, tokens, questions, seed)
+    frame = DocumentTemplate.of(checkpoint)
+    ids = frame.document(checkpoint, document.text, "document")[:tokens]
     full = checkpoint.load(progress=lambda done, total: report(f"loading {checkpoint.name}", done, total))
     profiles = Path(__file__).parent / "profiles" / model if model == SMOLLM2 else checkpoint.folder
     tca = full.with_profile(Profile.load(profiles / "profile"))
-    share = held_share(tca, CallSizes(len(exam.document)))
-    window = with_bytes(full, "streaming", share, len(exam.document))
+    share = held_share(tca, CallSizes(len(ids)))
+    window = with_bytes(full, "streaming", share, len(ids))
     columns: dict[str, Column] = {}
     for name, lm in zip(METHODS, (full, tca, window), strict=True):
-        report(f"{name}: compiling, and reading {len(exam.document):,} tokens", None, None)
-        context = prefill(lm, exam.document)
+        report(f"{name}: compiling, and reading {len(ids):,} tokens", None, None)
+        context = prefill(lm, ids)
         columns[name] = column = Column(context.stats, [], [], [])
-        for number, (question, asked) in enumerate(zip(exam.asked, exam.texts, strict=True)):
-            report(f"{name}: question {number + 1} of {len(exam.asked)}", number, len(exam.asked))
-            answered = generate(lm, asked, context=context, max_new_tokens=_ANSWER_TOKENS[model])
+        for number, question in enumerate(asked):
+            report(f"{name}: question {number + 1} of {len(asked)}", number, len(asked))
+            prompt = frame.question(question.text, follows_answer=False)
+            answered = generate(lm, prompt, context=context, max_new_tokens=_ANSWER_TOKENS[model])
             stats, text = answered.stats, answered.text[0]
             column.seconds.append(stats.prefill_seconds + stats.seconds_per_token * len(answered.tokens[0]))
             column.texts.append(text)
@@ -157,19 +151,21 @@ def run_demo(
             column.right.append(right)
     report("drawing the tokens that TCA keeps", None, None)
     out.mkdir(parents=True, exist_ok=True)
-    picture = plot_selected_tokens(tca, exam.document, out / "demo.png", around=exam.fact)
-    questions_asked = [question.text for question in exam.asked]
-    return DemoResult(model, len(exam.document), window.method.cache.window, questions_asked, columns, picture)
+    picture = plot_selected_tokens(tca, ids, out / "demo.png", around=asked[0].facts[0].line.strip())
+    texts = [question.text for question in asked]
+    return DemoResult(model, len(ids), window.method.cache.window, texts, columns, picture)
 
 
-def _recall_exam(checkpoint: Checkpoint, tokens: int, questions: int, seed: int) -> Exam:
-    """Questions of recall-tiny's tasks; a byte is a token."""
+def _with_recall_tasks(
+    checkpoint: Checkpoint, tokens: int, questions: int, seed: int
+) -> tuple[Document, list[Question]]:
+    """A document with facts of recall-tiny's tasks; a byte is a token."""
     document = build_document(np.random.default_rng(seed), tokens - 2, _TASKS)  # 2: the tokens bos and user
-    return _exam(checkpoint, document, document.questions[:questions], tokens)
+    return document, _in_order(document, document.questions[:questions])
 
 
-def _fact_exam(checkpoint: Checkpoint, tokens: int, questions: int, seed: int) -> Exam:
-    """Facts of different kinds."""
+def _with_facts(checkpoint: Checkpoint, tokens: int, questions: int, seed: int) -> tuple[Document, list[Question]]:
+    """A document with facts of different kinds."""
     rng = np.random.default_rng(seed)
     frame, keys = DocumentTemplate.of(checkpoint), draw_keys(rng)
     known = []
@@ -181,19 +177,11 @@ def _fact_exam(checkpoint: Checkpoint, tokens: int, questions: int, seed: int) -
     for _ in range(4):  # toward the number of tokens
         document = hide(np.random.default_rng(hidden), num_bytes, known, "held-out")
         num_bytes = num_bytes * tokens // len(frame.document(checkpoint, document.text, "document"))
-    return _exam(checkpoint, document, _in_order(document, known)[:questions], tokens)
-
-
-def _exam(checkpoint: Checkpoint, document: Document, questions: Sequence[Question], tokens: int) -> Exam:
-    """The questions in the order in which their facts stand: the first ones are far outside a window."""
-    frame = DocumentTemplate.of(checkpoint)
-    asked = _in_order(document, questions)
-    texts = [frame.question(question.text, follows_answer=False) for question in asked]
-    fact = asked[0].facts[0].line.strip()
-    return Exam(frame.document(checkpoint, document.text, "document")[:tokens], asked, texts, fact)
+    return document, _in_order(document, known)[:questions]
 
 
 def _in_order(document: Document, questions: Sequence[Question]) -> list[Question]:
+    """Questions in the order in which their facts stand: the first ones are far outside a window."""
     return sorted(questions, key=lambda question: document.place(question.facts[0]))
 
 

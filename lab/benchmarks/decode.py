@@ -162,12 +162,12 @@ def main(
     note = NOTE.format(steps=STEPS, copied=copied / 1e9, repeats=repeats, shares=shapes.describe_shares(config))
     results = common.Results(out, name, "Decoding", note)
     dtypes = [jnp.dtype(jnp.bfloat16), *([] if kv is None else [KV[kv]])]
-    for model, *place in itertools.product(models, rows or [1, 8], lengths):
+    for model, batch, length in itertools.product(models, rows or [1, 8], lengths):
         shape = shapes.CONFIGS[model]
         tested = shapes.named_methods(config, shares, shape.num_kv_heads)
         kinds = itertools.product(tested.items(), dtypes)
-        plans = [Plan(model, shape, label, method.cache, *place, dtype) for (label, method), dtype in kinds]
+        plans = [Plan(model, shape, label, method.cache, batch, length, dtype) for (label, method), dtype in kinds]
         timed = functools.partial(measure, plans, backend, copied, repeats)
-        for row in common.fitted(timed, f"a layer of {model}, {place[0]} rows, {place[1]:,} tokens") or ():
+        for row in common.fitted(timed, f"a layer of {model}, {batch} rows, {length:,} tokens") or ():
             results.add("Attention of one layer", row)
     results.finish()
