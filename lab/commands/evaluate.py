@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tca_jax.cli.files import print_json, read_text, require_writable
+from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.models import opened
 from tca_jax.cli.options import (
     DtypeOption,
-    JsonOption,
     KVOption,
     MeshOption,
     ModelArgument,
@@ -73,7 +72,7 @@ def evaluate(
     ] = None,
     tasks: Annotated[str | None, _default("tasks", "ruler, recall, loss, or single tasks.")] = None,
     lengths: Annotated[str | None, _default("lengths", "Tokens of a prompt with its answer.")] = None,
-    protocols: Annotated[str | None, _default("protocols", "Of tasks that ask questions; late-prefix too.")] = None,
+    protocols: Annotated[str | None, _default("protocols", "Of tasks that ask questions.")] = None,
     samples: Annotated[int | None, _default("samples", "Samples of each task and length.", min=1)] = None,
     seed: SeedOption = 0,
     out: Annotated[Path | None, _default("out", "Folder of the results; a second run adds to it.")] = None,
@@ -98,12 +97,8 @@ def evaluate(
     kv: KVOption = None,
     mesh: MeshOption = None,
     suite: Annotated[str | None, _option("paper or late: fixed tasks and protocol.")] = None,
-    seconds: Annotated[
-        bool, _option("Show times in the table; not where something else uses the device.", True)
-    ] = True,
-    as_json: JsonOption = False,
 ) -> None:
-    """Compare attention methods on a model: accuracy, bytes held and seconds.
+    """Compare attention methods on a model: accuracy and bytes held.
 
     RULER's thirteen tasks, the shipped model's recall tasks, loss of a text; each under three protocols: the prompt
     ends with the answer's first words (prefix) or with the question (preamble), or the question comes to a context
@@ -155,14 +150,11 @@ def evaluate(
             kv_share=kv_share,
             batch=batch,
             tuning=tuning,
-            seconds=seconds,
         )
         lm = load()
     for each in (found, paper):
         if each is not None:
             each.validate_for(lm.config, lm.fingerprint, lm.name)
-    for reason in plan.skipped:
-        print(f"left out: {reason}", file=sys.stderr)
     texts = [(f"--tune-text {path}", read_text(path, "--tune-text")) for path in tune_text or ()]
     most = min(_CALIBRATION_TOKENS, lm.config.max_context)
     encoded = [
@@ -171,16 +163,12 @@ def evaluate(
     ]
     builder = Builder(lm, found, paper, lambda: encoded)
     with progress(counted="samples") as report:
-        records = run_plan(
+        run_plan(
             plan,
             builder,
             Results(folder),
             lambda job, done, total: report(f"{job.method}: {job.task}, {job.length:,}, {job.protocol}", done, total),
         )
-    if as_json:
-        listed = [{name: value for name, value in record.items() if name != "samples"} for record in records]
-        print_json({"folder": str(folder), "results": listed})
-        return
     print((folder / "table.md").read_text(encoding="utf-8"), end="")
     print(f"Results: {folder}", file=sys.stderr)
 

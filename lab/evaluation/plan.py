@@ -26,7 +26,7 @@ from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Task
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.evaluation.text_tasks import TextTask
 from tca_jax.lab.evaluation.tuning import Tuning, tune
-from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
+from tca_jax.lab.recall.protocols import PROTOCOLS
 from tca_jax.methods.registry import describe_method
 
 AnyTask = Task | TextTask
@@ -48,7 +48,6 @@ class Plan:
     kv_share: float | None  # of full attention's bytes of a prompt, for every method; None: methods as they are
     batch: int  # most prompts in a call
     tuning: Tuning | None = None
-    seconds: bool = True  # show times in the table
     drawn: Mapping[tuple[str, int], Sequence[Any]] = dataclasses.field(default_factory=dict)  # by task and length
     skipped: tuple[str, ...] = ()  # reasons why tasks are left out
 
@@ -78,7 +77,7 @@ def make_plan(
     """
     plan = Plan(methods, tuple(protocols), **settings)
     for option, given, known in (
-        ("--protocols", protocols, EVALUATION_PROTOCOLS),
+        ("--protocols", protocols, PROTOCOLS),
         ("--tasks", tasks, (*GROUPS, *TASKS)),
     ):
         require(given, f"{option} is empty: must name one or more of {list(known)}")
@@ -177,7 +176,6 @@ def _config(plan: Plan, builder: Builder) -> dict[str, Any]:
         "seed": plan.seed,
         "samples": plan.samples,
         "kv_share": plan.kv_share,
-        **({} if plan.seconds else {"seconds": False}),
         **({} if plan.tuning is None else {"trials": plan.tuning.trials}),
         "profiles": [each and _digest(describe_method(each.method())) for each in (builder.profile, builder.paper)],
         "texts": _digest(json.dumps([list(map(int, ids)) for ids in builder.texts()])),

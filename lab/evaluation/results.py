@@ -14,7 +14,7 @@ import numpy as np
 
 from tca_jax.errors import require
 from tca_jax.files import replacing
-from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
+from tca_jax.lab.recall.protocols import PROTOCOLS
 from tca_jax.models.json_object import read_json_object
 
 Record = Mapping[str, Any]
@@ -24,7 +24,6 @@ _PROTOCOLS = {
     "prefix": "the prompt ends with the answer's first words",
     "preamble": "the prompt ends with the question",
     "late": "the context is prefilled without the question",
-    LATE_PREFIX: "the context is prefilled without the question and the answer's first words",
 }
 _TUNING = (
     "On calibration texts, in nats per token. Excess: losses over full attention's, inside the texts and behind them, "
@@ -133,21 +132,17 @@ def table(
 ) -> str:
     """A summary, tables by length, protocol and suite, text tasks, tuning, and notes."""
     records, kv_share = _in_order(config, records), config["kv_share"]
-    held = (
-        "as each method has them"
-        if kv_share is None
-        else f"at most {kv_share:.0%} of full attention's for the prompt alone"
-    )
+    most = f"at most {kv_share or 1:.0%} of full attention's for the prompt alone"
+    held = "as each method has them" if kv_share is None else most
     mesh = f", on a mesh of {config['mesh']} devices (data x model)" if "mesh" in config else ""
     settings = f"{config['samples']} samples a task, seed {config['seed']}, {config['dtype']}{mesh}. Bytes: {held}."
     lines = [f"# {config['model']}", "", settings, ""]
     names = {record["tuned"]: f"{record['method']} (tuned)" for record in tuned if record["tuned"] != record["method"]}
-    seconds = config.get("seconds", True)
     for length, of_length in sorted(_by(records, "length").items()):
         lines += _summary(of_length, names, length)
         for suite, protocol, asked in _asked(of_length):
-            lines += _question_table(asked, f"{suite}, {length:,} tokens, {protocol}", seconds=seconds)
-        lines += _text_table(_by(of_length, "suite").get("text", []), length, seconds=seconds)
+            lines += _question_table(asked, f"{suite}, {length:,} tokens, {protocol}")
+        lines += _text_table(_by(of_length, "suite").get("text", []), length)
     return "\n".join([*lines, *_tuning_table(tuned), *_notes(records, skipped)]).rstrip() + "\n"
 
 
@@ -182,33 +177,22 @@ def _common_tasks(records: Sequence[Record]) -> set[str]:
     return set.intersection(*({record["task"] for record in own} for own in _by(records, "method").values()))
 
 
-def _question_table(records: Sequence[Record], title: str, *, seconds: bool) -> list[str]:
-    """Scores by task, and costs: shares of bytes, tokens and pairs, seconds to the first token and of a step."""
+def _question_table(records: Sequence[Record], title: str) -> list[str]:
+    """Scores by task, and costs: shares of bytes, tokens and pairs."""
     tasks, means, rows = _by(records, "task"), _mean_scores(records), []
     for method, own in _by(records, "method").items():
         of_task = {record["task"]: record for record in own}
         costs = [_held_share(own), *(_mean_share(own, name) for name in ("kept_share", "attended_share"))]
-        for name, scale in (("prefill_seconds", 1), ("question_seconds", 1), ("seconds_per_token", 1000)):
-            costs += [f"{scale * np.mean([record[name] for record in own]):.3g}"] if seconds else []
         label = method + (_OWN_BUDGET if any(record["own_budget"] for record in own) else "")
+        scores = [f"{of_task[task]['score']:.1f}" if task in of_task else _NONE for task in tasks]
         mean = f"{means[method]:.1f}" if means else _NONE
-        batch = str(max(record["batch"] for record in own))
-        rows.append(
-            [
-                label,
-                *(f"{of_task[task]['score']:.1f}" if task in of_task else _NONE for task in tasks),
-                mean,
-                *costs,
-                batch,
-            ]
-        )
-    times = ["prefill (s)", "from the question (s)", "ms per token"] if seconds else []
+        rows.append([label, *scores, mean, *costs, str(max(record["batch"] for record in own))])
     heads = ["method", *(_marked(task, records) for task in tasks), f"mean of {len(_common_tasks(records))}"]
-    heads += ["KV bytes", "kept", "attended", *times, "batch"]
+    heads += ["KV bytes", "kept", "attended", "batch"]
     return _section(title, f"Scores in percent; {_PROTOCOLS[records[0]['protocol']]}.", heads, rows)
 
 
-def _text_table(records: Sequence[Record], length: int, *, seconds: bool) -> list[str]:
+def _text_table(records: Sequence[Record], length: int) -> list[str]:
     """Losses of a text, and costs."""
     rows = [
         [
@@ -217,12 +201,17 @@ def _text_table(records: Sequence[Record], length: int, *, seconds: bool) -> lis
             _mean_share([record], "attended_share"),
             _held_share([record]),
             _mean_share([record], "kept_share"),
-            *([f"{record['prefill_seconds']:.3g}"] if seconds else []),
         ]
         for record in records
     ]
-    heads = ["method", "loss behind the text (nats/token)", "loss inside it (nats/token)"]
-    heads += ["attended", "KV bytes", "kept", *(["prefill (s)"] if seconds else [])]
+    heads = [
+        "method",
+        "loss behind the text (nats/token)",
+        "loss inside it (nats/token)",
+        "attended",
+        "KV bytes",
+        "kept",
+    ]
     return _section(f"{_marked('loss', records)}, {length:,} tokens", "", heads, rows)
 
 
@@ -280,7 +269,7 @@ def _by(records: Sequence[Record], name: str) -> dict[Any, list[Record]]:
 
 def _asked(records: Sequence[Record]) -> Iterator[tuple[str, str, list[Record]]]:
     """Suite, protocol and records of the tasks with questions."""
-    for protocol in EVALUATION_PROTOCOLS:
+    for protocol in PROTOCOLS:
         for suite, of_suite in _by(records, "suite").items():
             if asked := _by(of_suite, "protocol").get(protocol):
                 yield suite, protocol, asked
@@ -292,9 +281,7 @@ def _held_share(records: Sequence[Record]) -> str:
 
 
 def _mean_share(records: Sequence[Record], name: str) -> str:
-    """A mean share; unknown for older results."""
-    shares = [record[name] for record in records if name in record]
-    return f"{np.mean(shares):.1%}" if len(shares) == len(records) else _NONE
+    return f"{np.mean([record[name] for record in records]):.1%}"
 
 
 def _marked(task: str, records: Sequence[Record]) -> str:

@@ -17,7 +17,6 @@ from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
-from tca_jax.lab.recall.protocols import LATE_PREFIX, READ_FIRST, WITH_LEAD
 from tca_jax.methods.full import BASELINE
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.numerics import cdiv
@@ -57,8 +56,8 @@ class Prompt:
 
 
 def by_protocol(given: Prompt, without: Prompt) -> Mapping[str, Prompt]:
-    """Prompts with the answer's first words for "prefix" and "late-prefix", and those without for the others."""
-    return {"prefix": given, "preamble": without, "late": without, LATE_PREFIX: given}
+    """Prompts with the answer's first words for "prefix", and those without for the others."""
+    return {"prefix": given, "preamble": without, "late": without}
 
 
 def asked_with_lead(document: str, question: str, lead: str) -> Mapping[str, Prompt]:
@@ -138,7 +137,6 @@ class Task:
             calls.append(costs)
             report(len(chosen))
         means = {name: float(np.mean([costs[name] for costs in calls])) for name in calls[0]}
-        means["compile_seconds"] *= len(calls)
         score = 100 * float(np.mean([each["score"] for each in found]))
         return {"metric": "%", "score": score, **means, "batch": rows, "samples": found}
 
@@ -149,7 +147,7 @@ class Task:
     def _limits(self, lm: LM, samples: Sequence[Sample], protocol: str, tokens: int) -> tuple[int, int]:
         """Most new tokens of an answer, and room for them in the caches, after prompts of up to `tokens`."""
         most, positions = self.new_tokens, lm.config.max_context - tokens
-        if protocol not in WITH_LEAD:
+        if protocol != "prefix":
             leads = {sample.prompts["prefix"].lead for sample in samples} - {""}
             most += PREAMBLE_TOKENS + max((len(lm.tokenizer(lead)["input_ids"]) for lead in leads), default=0)
         limit = max(1, min(most, positions))
@@ -176,7 +174,6 @@ class Task:
         if not request.is_finished(state) and (left := limit - request.steps(state)) > 0:
             state = request.advance(state, left)
         out, rows = output_of(request, state), len(prompts)
-        read_seconds, compile_seconds = (context.prefill_seconds, context.compile_seconds) if context else (0.0, 0.0)
         return (
             out.text,
             out.stats.new_tokens,
@@ -185,18 +182,14 @@ class Task:
                 "full_kv_cache_bytes": out.stats.full_kv_cache_bytes / rows,  # under full attention
                 "attended_share": out.stats.attended_share,  # of a prompt's causal pairs, or of the document's
                 "kept_share": kept,  # of the prompt's tokens, after prefill
-                "prefill_seconds": (read_seconds + out.stats.prefill_seconds) / rows,  # from the document to a token
-                "question_seconds": out.stats.prefill_seconds / rows,  # from the question to the first new token
-                "seconds_per_token": out.stats.seconds_per_token,  # of a decoding step of a batch
-                "compile_seconds": compile_seconds + out.stats.compile_seconds,  # in no other figure
             },
         )
 
 
 def _encoded(lm: LM, samples: Sequence[Sample], protocol: str) -> _Encoded:
-    """Document and question of each prompt; without `READ_FIRST` the document has both."""
+    """Document and question of each prompt; unless it is read first, the document has both."""
     prompts = [sample.prompts[protocol] for sample in samples]
-    return [each.encode_apart(lm) if protocol in READ_FIRST else (each.encode(lm), []) for each in prompts]
+    return [each.encode_apart(lm) if protocol == "late" else (each.encode(lm), []) for each in prompts]
 
 
 def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:

@@ -81,7 +81,6 @@ class TextTask:
             "kv_cache_bytes": mean([each.kv_cache_bytes for each in stats]) / rows,
             "full_kv_cache_bytes": mean([each.full_kv_cache_bytes for each in stats]) / rows,
             "kept_share": mean([each.kept_share for each in stats]),
-            "prefill_seconds": mean([each.prefill_seconds for each in stats]) / rows,
         }
 
 

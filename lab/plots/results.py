@@ -12,7 +12,7 @@ from tca_jax.errors import UserError, require
 from tca_jax.lab.benchmarks.models import CONFIGS
 from tca_jax.lab.plots.curves import Point
 from tca_jax.lab.plots.figures import PathLike
-from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
+from tca_jax.lab.recall.protocols import PROTOCOLS
 from tca_jax.models.json_object import read_json_object
 
 #: Stages of a call.
@@ -117,7 +117,7 @@ def _of_file(record: Row) -> Iterator[tuple[str, str, Point]]:
         for protocol, tasks in row["right"].items():
             yield protocol, "", (row["method"], row["kv_cache_share"], float(np.mean(list(tasks.values()))))
     for name, point in _points(record):
-        for protocol in EVALUATION_PROTOCOLS:
+        for protocol in PROTOCOLS:
             if {protocol, "kv_share"} <= point.keys():
                 yield protocol, name, (point["method"], point["kv_share"], point[protocol])
 
@@ -126,15 +126,15 @@ def _of_records(records: Sequence[Row]) -> Iterator[tuple[str, str, Point]]:
     """Protocol, prompt length and point of the methods of an evaluation, from one record for each task."""
     found: dict[tuple[int, int], dict[str, dict[str, Row]]] = {}
     for record in records:
-        if record.get("protocol") in EVALUATION_PROTOCOLS:
-            place = record["length"], EVALUATION_PROTOCOLS.index(record["protocol"])
+        if record.get("protocol") in PROTOCOLS:
+            place = record["length"], PROTOCOLS.index(record["protocol"])
             found.setdefault(place, {}).setdefault(record["method"], {})[record["task"]] = record
     for (length, protocol), methods in sorted(found.items()):
         common = sorted(set.intersection(*map(set, methods.values())))
         for method, tasks in methods.items() if common else ():
             share = np.mean([tasks[task]["kv_cache_bytes"] / tasks[task]["full_kv_cache_bytes"] for task in common])
             score = np.mean([tasks[task]["score"] for task in common])
-            yield EVALUATION_PROTOCOLS[protocol], f"{length:,} tokens", (method, float(share), float(score) / 100)
+            yield PROTOCOLS[protocol], f"{length:,} tokens", (method, float(share), float(score) / 100)
 
 
 def _parts(row: Row, layers: Sequence[Row]) -> dict[str, float]:

@@ -54,8 +54,8 @@ def test_second_run_adds_to_a_folder():
     assert all(sample["prompt_tokens"] + 128 <= 1024 for sample in record["samples"])
     assert record["kv_cache_bytes"] == record["full_kv_cache_bytes"] > 0
     finished = path.stat().st_mtime_ns
-    more = run(*NOISE_TASK, "--methods=full,random:share=0.25,window=128", "--out=out", "--json")
-    full, other = json.loads(more)["results"]
+    run(*NOISE_TASK, "--methods=full,random:share=0.25,window=128", "--out=out")
+    full, other = records("out").values()
     assert (full["method"], other["method"]) == ("full", "random:share=0.25,window=128")
     assert other["kv_cache_bytes"] < 0.7 * other["full_kv_cache_bytes"]
     assert 0.2 < other["attended_share"] < 0.7
@@ -67,7 +67,8 @@ def test_second_run_adds_to_a_folder():
 def test_suite_runs_and_continues():
     assert run(*SUITE, "--out=late") == Path("late/table.md").read_text()
     finished = {path: path.stat().st_mtime_ns for path in records("late")}
-    listed = json.loads(run(*SUITE, "--out=late", "--json"))["results"]
+    run(*SUITE, "--out=late")
+    listed = records("late").values()
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
     assert {(record["suite"], record["protocol"]) for record in listed} == {("ruler", "late")}
     assert len(listed) == len(finished)
@@ -85,7 +86,7 @@ def test_suite_runs_and_continues():
         (["--methods=paper", "--tasks=loss", "--lengths=128"], "no profile of the paper's hyperparameters"),
         (["--tasks=niah"], "--tasks niah: must be one of ['cwe'"),
         (["--tasks=vt,vt"], "--tasks names vt twice"),
-        (["--protocols=suffix"], "--protocols suffix: must be one of ['late', 'late-prefix', 'preamble', 'prefix']"),
+        (["--protocols=suffix"], "--protocols suffix: must be one of ['late', 'preamble', 'prefix']"),
         (["--lengths=4k"], "--lengths 4k: must be numbers of tokens"),
         (["--lengths=8192"], "--lengths 8192: must lie in [1, 4096], positions of model"),
         (["--tasks=fwe", "--lengths=256"], "--lengths 256: fwe needs at least"),
