@@ -23,7 +23,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import mesh_entry, num_devices, parse_mesh
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
-from tca_jax.models.sharding import DATA, axis_size, check_mesh
+from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.kv import num_bytes
 
 NOTE = (
@@ -180,9 +180,6 @@ def main(
     others = shapes.parse_methods(methods)
     common.check_lengths(lengths, config, out)
     meshes: list[Mesh | None] = [parse_mesh(text, "--mesh") for text in mesh or ()] or [None]
-    for devices, model in itertools.product(meshes, models):
-        if devices is not None and model in shapes.CONFIGS:
-            check_mesh(devices, shapes.CONFIGS[model], model)
     batch = rows * math.lcm(*(axis_size(devices, DATA) for devices in meshes))  # the same prompts on every mesh
     rates = common.copy_rate(repeats), common.product_rate(repeats)
     given = Conditions(batch, new_tokens, backend, repeats, *rates)
