@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import typer
 
 import tca_jax
 from tca_jax.engine.lm import LM
+from tca_jax.errors import require
 from tca_jax.lab.benchmarks.common import Compilations
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import calibration_texts
@@ -81,7 +81,7 @@ def answer(
         for name, folder in [("full", None), *profiles]:
             other = following[name] if folder and len(profiles) > 1 else None
             with tempfile.TemporaryDirectory() as cache:
-                arguments = [str(x) if x is not None else "" for x in (model, folder, other, length, second, texts)]
+                arguments = [str(each or "") for each in (model, folder, other, length, second, texts)]
                 environment = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
                 command = [sys.executable, "-m", "tca_jax.lab.evaluation.first_answer", "one", *arguments]
                 done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
@@ -110,9 +110,7 @@ def calibrate(
     model: sticks.ModelArgument,
     to: Annotated[Path, typer.Option(help="Folder that gets a profile for each setting.")],
     out: sticks.OutOption,
-    settings: Annotated[
-        str, typer.Option(help="default, kept=SHARE, paper or paper:TAU; by commas.")
-    ] = "default,kept=0.25,paper",
+    settings: Annotated[str, typer.Option(help="default, kept=SHARE or paper; by commas.")] = "default,kept=0.25,paper",
     count: Annotated[int, typer.Option(min=1, help="Texts, of the calibration half.")] = 8,
     tokens: sticks.TokensOption = 8_192,
     window: Annotated[int, typer.Option(min=1)] = 1_024,
@@ -146,13 +144,12 @@ def calibrate(
 
 def _options(setting: str, window: int) -> dict[str, Any]:
     """Arguments of `calibrate`."""
-    found = re.fullmatch(r"default|(kept)=([\d.]+)|(paper)(?::([\d.]+))?", setting)
-    if found is None:
-        raise tca_jax.UserError(f"--settings {setting!r}: must be default, kept=SHARE, paper or paper:TAU")
-    _, kept, paper, tau = found.groups()
-    if paper:
-        return {"config": tca_jax.TCAConfig.paper(window=window, **({"tau": float(tau)} if tau else {}))}
-    return {"config": tca_jax.TCAConfig(window=window), **({"kept": float(kept)} if kept else {})}
+    if setting == "paper":
+        return {"config": tca_jax.TCAConfig.paper(window=window)}
+    name, _, share = setting.partition("=")
+    known = setting == "default" or name == "kept"
+    require(known, f"--settings {setting!r}: must be default, kept=SHARE or paper")
+    return {"config": tca_jax.TCAConfig(window=window), **({"kept": float(share)} if share else {})}
 
 
 def table(records: Sequence[Record]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -20,7 +19,7 @@ from tca_jax.engine.prompts import Encoder
 from tca_jax.errors import check_integer, check_number, require, require_name
 from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation import recall_tasks, ruler, text_tasks
-from tca_jax.lab.evaluation.method_specs import Builder, Built, MethodSpec
+from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec
 from tca_jax.lab.evaluation.results import FORMAT, TUNING, Job, Results
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Task
 from tca_jax.lab.evaluation.sources import Sources
@@ -127,15 +126,11 @@ def run_plan(
     jobs = [job for job in plan.jobs() if not results.has(job)]
     done, total = 0, sum(len(plan.drawn[job.task, job.length]) for job in jobs)
 
-    @functools.lru_cache
-    def within(label: str, prompt_tokens: int) -> Built:
-        assert plan.kv_share is not None
-        return builder.build_within(specs[label], plan.kv_share, CallSizes(prompt_tokens))
-
     for job in jobs:
         task, samples, method = TASKS[job.task], plan.drawn[job.task, job.length], built[job.method]
         if plan.kv_share is not None:
-            method = within(job.method, task.prompt_tokens(builder.lm, samples, job.protocol))
+            sizes = CallSizes(task.prompt_tokens(builder.lm, samples, job.protocol))
+            method = builder.build_within(specs[job.method], plan.kv_share, sizes)
 
         def advance(count: int, job: Job = job) -> None:
             nonlocal done

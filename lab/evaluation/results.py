@@ -194,24 +194,12 @@ def _question_table(records: Sequence[Record], title: str) -> list[str]:
 
 def _text_table(records: Sequence[Record], length: int) -> list[str]:
     """Losses of a text, and costs."""
-    rows = [
-        [
-            record["method"],
-            *(f"{record['values'][name]:.4f}" for name in ("loss", "loss_inside")),
-            _mean_share([record], "attended_share"),
-            _held_share([record]),
-            _mean_share([record], "kept_share"),
-        ]
-        for record in records
-    ]
-    heads = [
-        "method",
-        "loss behind the text (nats/token)",
-        "loss inside it (nats/token)",
-        "attended",
-        "KV bytes",
-        "kept",
-    ]
+    rows, losses = [], ["loss behind the text (nats/token)", "loss inside it (nats/token)"]
+    heads = ["method", *losses, "attended", "KV bytes", "kept"]
+    for record in records:
+        values = (f"{record['values'][name]:.4f}" for name in ("loss", "loss_inside"))
+        attended, kept = (f"{record[name]:.1%}" for name in ("attended_share", "kept_share"))
+        rows.append([record["method"], *values, attended, _held_share([record]), kept])
     return _section(f"{_marked('loss', records)}, {length:,} tokens", "", heads, rows)
 
 
