@@ -26,6 +26,7 @@ from tca_jax.engine.lm import LM, stored_entry
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.score import score_answers
 from tca_jax.errors import check_integer, explaining, require
+from tca_jax.lab.evaluation.samples import batches
 from tca_jax.loading import checkpoint_folder, open_checkpoint
 from tca_jax.methods.registry import describe_method, with_known
 from tca_jax.models.json_object import read_json_object
@@ -146,7 +147,7 @@ class HarnessLM(TemplateLM):
         results: list[Any] = [None] * len(requests)
         for batch, rows in self._batches(questions, [len(prompt) for prompt, _ in questions], disable_tqdm):
             times = 1 << (max(len(some) for _, some in rows) - 1).bit_length()
-            given = [[answers[i] for i in _filled(some, times)] for _, some in rows]
+            given = [[answers[i] for i in (*some, *some[-1:] * (times - len(some)))] for _, some in rows]
             scores = score_answers(self.lm, [prompt for prompt, _ in rows], given, backend=self._backend)
             for (_, some), logprobs, greedy in zip(batch, scores.logprobs, scores.greedy, strict=False):
                 for i, of_answer, is_greedy in zip(some, logprobs, greedy, strict=False):
@@ -184,7 +185,7 @@ class HarnessLM(TemplateLM):
             require(self.max_length > options["max_new_tokens"], most)
             by_options[json.dumps(options)].append(i)
         encoded = [self.tok_encode(request.args[0]) for request in requests]
-        results, cut, batches = [""] * len(requests), list[bool](), 0
+        results, cut, sampled = [""] * len(requests), list[bool](), 0
         # Text does not show stop strings that are special tokens.
         special = {str(token): i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         for written, places in by_options.items():
@@ -193,8 +194,8 @@ class HarnessLM(TemplateLM):
             cut += [len(encoded[i]) > room for i in places]
             stops = {*self.lm.eos_token_ids, *(special[text] for text in options["stop"] if text in special)}
             for batch, rows in self._batches(places, [len(encoded[i]) for i in places], disable_tqdm):
-                seed = (self._seed + batches) % 2**32  # repeats of a question differ
-                batches += options["temperature"] > 0
+                seed = (self._seed + sampled) % 2**32  # repeats of a question differ
+                sampled += options["temperature"] > 0
                 given = {**options, "stop_token_ids": sorted(stops), "seed": seed, "backend": self._backend}
                 out = tca_jax.generate(self.lm, [encoded[i][-room:] for i in rows], **given)
                 self._held_bytes += out.stats.kv_cache_bytes
@@ -207,13 +208,11 @@ class HarnessLM(TemplateLM):
 
     def _batches(
         self, items: Sequence[Item], lengths: Sequence[int], quiet: bool
-    ) -> Iterator[tuple[list[Item], list[Item]]]:
+    ) -> Iterator[tuple[Sequence[Item], list[Item]]]:
         """Batches, the longest first, as they are and with the last item repeated: all have one number of rows."""
         order = sorted(range(len(items)), key=lengths.__getitem__, reverse=True)
-        rows = min(self._rows, len(items))
-        for start in tqdm(range(0, len(order), rows), disable=quiet, desc="tca_jax"):
-            batch = [items[i] for i in order[start : start + rows]]
-            yield batch, _filled(batch, rows)
+        cut = list(batches([items[i] for i in order], min(self._rows, len(items)) or 1))
+        yield from tqdm(cut, disable=quiet, desc="tca_jax")
 
     def _warn_cut(self, cut: Sequence[bool]) -> None:
         if any(cut):
@@ -288,10 +287,6 @@ def generation_options(
         "temperature": float(temperature or 0),
         **sampling,
     }
-
-
-def _filled(items: Sequence[Item], size: int) -> list[Item]:
-    return [*items, *[items[-1]] * (size - len(items))]
 
 
 def _count(name: str, value: Any, at_least: int) -> int:
