@@ -80,7 +80,7 @@ class Keeping:
     means: int = 0  # neighbours whose evicted ones leave one mean; 0 for none
     mean_weights: str = ""  # target whose prediction weights tokens in it; equal weights by default
     spread: Literal["", "mean", "max"] = ""  # of the scores of a token and the two beside it
-    refit: bool = False  # whether the values of what is kept are fitted anew
+    refit: bool = False  # whether kept values are refitted
 
     @property
     def label(self) -> str:
@@ -169,7 +169,7 @@ def _combined(name: str, predicted: Predictions, maps: dict[str, WorthMaps]) -> 
         return predicted[name]
     if name in ("worth + probability", "worth + effect"):
         return predicted["worth"] + predicted[name.removeprefix("worth + ")]
-    if name == "expected worth":  # of a lognormal residual, whose variance the correlation tells
+    if name == "expected worth":  # of a lognormal residual; its variance follows from the correlation
         residual = predicted["worth"].var(axis=1) * (maps["worth"].correlation.ravel() ** -2.0 - 1)
         return predicted["worth"] + residual[:, None] / 2
     logs = -np.log(SHARES)[::-1]
