@@ -12,7 +12,6 @@ from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.models import opened
 from tca_jax.cli.options import (
     LARGEST,
-    DtypeOption,
     ModelArgument,
     ModelOptions,
     ProfileOption,
@@ -65,12 +64,8 @@ def selected(
     file: Annotated[Path, typer.Option(help='The text (UTF-8); "-" is stdin.', show_default=False)],
     question: Annotated[str | None, typer.Option(help="Put behind the text, on a line of its own.")] = None,
     profile: ProfileOption = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Cut the text to this many tokens.", min=1, max=LARGEST)
-    ] = None,
     around: Annotated[str | None, typer.Option(help="Outline the first line with these words, on its page.")] = None,
     start: Annotated[int, typer.Option(help="First token of the page.", min=0, max=LARGEST)] = 0,
-    dtype: DtypeOption = None,
     out: PictureOption = Path("out/selected.png"),
 ) -> None:
     """Draw which tokens the heads keep of a text: of all of it, and over a page of it.
@@ -84,8 +79,8 @@ def selected(
 
     require_writable(out.parent, "--out")
     text = read_text(file, "--file")
-    with opened(model, ModelOptions(profile=profile, dtype=dtype)) as (checkpoint, load):
-        ids = encode_prompt(checkpoint, text, "--file")[:max_tokens]
+    with opened(model, ModelOptions(profile=profile)) as (checkpoint, load):
+        ids = encode_prompt(checkpoint, text, "--file")
         if question is not None:
             ids = ids + encode_continuation(checkpoint, f"\n\n{question}", ids, "--question")
         require_positions("--file", len(ids), 0, checkpoint)  # before the weights are read
@@ -124,7 +119,7 @@ def latency(
 
 @app.command()
 def accuracy(
-    results: Annotated[Path, typer.Argument(help="JSON file or folder of results.", show_default=False)],
+    results: Annotated[Path, typer.Argument(help="JSON file of results.", show_default=False)],
     protocol: Annotated[
         str | None, typer.Option(help="late, preamble or prefix.", show_default="all, a panel each")
     ] = None,

@@ -2,7 +2,6 @@
 
 from tca_jax.lab.plots.curves import plot_accuracy, plot_latency, plot_reading
 from tca_jax.lab.plots.heads import plot_kept_share
-from tca_jax.lab.plots.inspection import kept_tokens
-from tca_jax.lab.plots.selected import plot_selected_tokens
+from tca_jax.lab.plots.selected import kept_tokens, plot_selected_tokens
 
 __all__ = ["kept_tokens", "plot_accuracy", "plot_kept_share", "plot_latency", "plot_reading", "plot_selected_tokens"]

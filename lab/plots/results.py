@@ -63,27 +63,26 @@ def call_stages(stats: Row) -> dict[str, float]:
 
 
 def accuracy_panels(path: PathLike, protocol: str | None = None) -> Panels:
-    """Accuracy against bytes by protocol, and by model or prompt length, as `plot_accuracy` takes it.
+    """Accuracy against bytes by protocol and model, as `plot_accuracy` takes it.
 
     Args:
-        path: A folder of `tca-jax eval`, of which only tasks count that all its methods have at a length; or a JSON
-            file with "methods", such as `evaluation.json` of the shipped model, or with "models", such as
+        path: A JSON file with "methods", such as `evaluation.json` of the shipped model, or with "models", such as
             `zoo-curves.json`.
         protocol: "late", "preamble" or "prefix"; None for all.
 
     Raises:
         ValueError: there is no accuracy in it; names the file.
     """
-    path = Path(path)
-    if path.is_dir():
-        files = sorted(path.glob("results/*/*.json"))  # unfinished ones begin with a dot
-        found = _of_records([read_json_object(file) for file in files if not file.name.startswith(".")])
-    else:
-        found = _of_file(read_json_object(path))
-    panels: Panels = {}
-    for asked, place, point in found:
-        if protocol in (None, asked):
-            panels.setdefault(f"{place}, {asked}" if place else asked, []).append(point)
+    record, panels = read_json_object(Path(path)), Panels()
+    for row in record.get("methods", ()):
+        for asked, tasks in row["right"].items():
+            if protocol in (None, asked):
+                point = (row["method"], row["kv_cache_share"], float(np.mean(list(tasks.values()))))
+                panels.setdefault(asked, []).append(point)
+    for name, row in _points(record):
+        for asked in PROTOCOLS if protocol is None else [protocol]:
+            if {asked, "kv_share"} <= row.keys():
+                panels.setdefault(f"{name}, {asked}", []).append((row["method"], row["kv_share"], row[asked]))
     require(panels, f"{path}: holds no accuracy of methods" + (f" under protocol {protocol!r}" if protocol else ""))
     return panels
 
@@ -109,32 +108,6 @@ def _points(record: Row) -> Iterator[tuple[str, Row]]:
         heading = f"{name}, {model['tokens']:,} tokens" if "tokens" in model else name
         for point in model["points"]:
             yield heading, {key: value for key, value in point.items() if value is not None}
-
-
-def _of_file(record: Row) -> Iterator[tuple[str, str, Point]]:
-    """Protocol, model, and point of each method of a file."""
-    for row in record.get("methods", ()):
-        for protocol, tasks in row["right"].items():
-            yield protocol, "", (row["method"], row["kv_cache_share"], float(np.mean(list(tasks.values()))))
-    for name, point in _points(record):
-        for protocol in PROTOCOLS:
-            if {protocol, "kv_share"} <= point.keys():
-                yield protocol, name, (point["method"], point["kv_share"], point[protocol])
-
-
-def _of_records(records: Sequence[Row]) -> Iterator[tuple[str, str, Point]]:
-    """Protocol, prompt length and point of the methods of an evaluation, from one record for each task."""
-    found: dict[tuple[int, int], dict[str, dict[str, Row]]] = {}
-    for record in records:
-        if record.get("protocol") in PROTOCOLS:
-            place = record["length"], PROTOCOLS.index(record["protocol"])
-            found.setdefault(place, {}).setdefault(record["method"], {})[record["task"]] = record
-    for (length, protocol), methods in sorted(found.items()):
-        common = sorted(set.intersection(*map(set, methods.values())))
-        for method, tasks in methods.items() if common else ():
-            share = np.mean([tasks[task]["kv_cache_bytes"] / tasks[task]["full_kv_cache_bytes"] for task in common])
-            score = np.mean([tasks[task]["score"] for task in common])
-            yield PROTOCOLS[protocol], f"{length:,} tokens", (method, float(share), float(score) / 100)
 
 
 def _parts(row: Row, layers: Sequence[Row]) -> dict[str, float]:

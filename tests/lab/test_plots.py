@@ -127,17 +127,6 @@ def test_bars_have_the_same_parts():
         results.latency_bars({"c": {"rows": []}})
 
 
-def test_accuracy_of_a_folder_is_of_common_tasks(tmp_path):
-    for method, task, length, score in [("full", "a", 64, 90), ("full", "b", 64, 70), ("tca", "a", 64, 80)]:
-        path = tmp_path / "results" / method / f"{task}-{length}-late.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"method": method, "task": task, "length": length, "protocol": "late", "score": score}
-        path.write_text(json.dumps({**record, "kv_cache_bytes": 10 * length, "full_kv_cache_bytes": 40 * length}))
-    (tmp_path / "results" / "tca" / "loss-64-text.json").write_text('{"protocol": "text"}')
-    (tmp_path / "results" / "tca" / ".b-64-late.1.json").write_text('{"method": ')  # of a run that was killed
-    assert results.accuracy_panels(tmp_path) == {"64 tokens, late": [("full", 0.25, 0.9), ("tca", 0.25, 0.8)]}
-
-
 @pytest.mark.parametrize("read", [results.reading_panels, results.accuracy_panels])
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"models": {"m": {"points": [{"knob": "x"}]}}}'])
 def test_files_without_results_are_named(read, text, tmp_path):
@@ -190,7 +179,6 @@ def test_commands_write_pictures(args, work, tmp_path, monkeypatch):
         (("selected", "model", "--file=text.txt", "--around=cat"), r"--around 'cat': these words are not in the text"),
         (("latency", "text.txt"), r"text.txt is not valid JSON"),
         (("selected", "model", "--file=text.txt", "--start=999"), r"^--start 999: must lie in \[0, "),
-        (("selected", "model", "--file=text.txt", "--dtype=int8"), r"^--dtype int8: must be float32"),
         (("selected", "missing", "--file=missing", "--out=new/map.jpg"), r"^--out new/map.jpg: pictures are PNG files"),
         (
             ("accuracy", "curves.json", "--protocol=early"),

@@ -11,7 +11,7 @@ from tiny import masked_greedy, random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.lab.plots import inspection
+from tca_jax.lab import plots
 from tca_jax.lab.rivals.duoattention import load_gates
 from tca_jax.lab.rivals.kvzip import CONTINUING, OPENING
 from tca_jax.lab.rivals.kvzip_heads import repetition_scores
@@ -119,7 +119,7 @@ def test_heads_keep_the_prompt_or_its_window():
     for layer, head in ((0, 0), (1, 1)):
         kept[layer, head, 3 : ranked_tokens(90)] = False
     assert out.tokens == [decoded(lm, PROMPTS[0], kept, 30)]
-    np.testing.assert_array_equal(inspection.kept_tokens(model, PROMPTS[0]), kept)
+    np.testing.assert_array_equal(plots.kept_tokens(model, PROMPTS[0]), kept)
 
 
 GATES = [[0.9, 0.1], [0.2, 0.8]]

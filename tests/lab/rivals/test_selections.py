@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tca_jax
-from tca_jax.lab.plots import inspection
+from tca_jax.lab import plots
 from tca_jax.lab.recall import build_document
 
 EXPECTED = json.loads((Path(__file__).parent / "selections.json").read_text())
@@ -41,7 +41,7 @@ def test_selections_are_as_before(name):
     ids = lm.tokenizer(text, add_special_tokens=False)["input_ids"][:1800]
     model, found = lm.with_method(name, **(OWN | measured).get(name, SHARE)), {"kept": None}
     if name not in READ_SPARSELY:
-        kept = np.asarray(inspection.kept_tokens(model, ids))
+        kept = np.asarray(plots.kept_tokens(model, ids))
         found["kept"] = hashlib.sha1(np.packbits(kept).tobytes()).hexdigest()
     out = tca_jax.generate(model, [ids], max_new_tokens=6, stop_token_ids=())
     found |= {"tokens": out.tokens[0], "attended_share": round(out.stats.attended_share, 6)}
