@@ -30,7 +30,9 @@ def _operands(backend, lengths, length, heads, kv_heads, head_dim, block, window
     totals = budgets.sum(axis=-1).ravel()
     offsets, begin = np.zeros(totals.size, np.int32), 0
     # XLA reads whole tiles of a pool, whose gaps are zeros; other backends read no gaps.
-    pools = np.full((2, max(128, (-(-totals // 128) * 128).sum()), head_dim), 0 if backend == "xla" else unused(backend))
+    pools = np.full(
+        (2, max(128, (-(-totals // 128) * 128).sum()), head_dim), 0 if backend == "xla" else unused(backend)
+    )
     for region in rng.permutation(totals.size):  # regions need not lie in the order of the heads
         offsets[region] = begin
         pools[:, begin : begin + totals[region]] = rng.standard_normal((2, totals[region], head_dim))
