@@ -26,17 +26,12 @@ def lm_eval(
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed: pip install 'lm-eval[ruler,longbench]'")
-    run(arguments or [])
-
-
-def run(arguments: list[str]) -> None:
-    """Calls lm_eval's command line with these arguments."""
     import lm_eval.__main__ as program
 
     import tca_jax.lab.harness.model  # noqa: F401 (registers the model type)
 
     program.setup_logging()
-    sys.argv = ["tca-jax lm-eval", *arguments]
+    sys.argv = ["tca-jax lm-eval", *(arguments or [])]
     harness = program.HarnessCLI()
     parsed = harness.parse_args()
     if getattr(parsed, "command", None) == "run":

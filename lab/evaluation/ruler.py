@@ -339,28 +339,26 @@ def _read_collection(sources: Sources, source: str) -> tuple[list[Question], lis
     read, form = {"squad": (_read_squad, "SQuAD 2.0"), "hotpotqa": (_read_hotpotqa, "HotpotQA (distractor)")}[source]
     content = read_json_file(getattr(sources, source), f"--{source}")
     with explaining(f"--{source}: not of {form}'s form", KeyError, TypeError, IndexError, AttributeError):
-        questions, documents = read(content)
+        questions = read(content)
     require(questions, f"--{source}: holds no question")
-    return questions, sorted(documents)
+    return questions, sorted({text for question in questions for text in (*question.documents, *question.related)})
 
 
-def _read_squad(content: Any) -> tuple[list[Question], set[str]]:
-    questions, documents = [], set[str]()
+def _read_squad(content: Any) -> list[Question]:
+    questions = []
     for article in content["data"]:
         texts = [paragraph["context"] for paragraph in article["paragraphs"]]
-        documents.update(texts)
-        for paragraph in article["paragraphs"]:
-            own = paragraph["context"]
+        for own, paragraph in zip(texts, article["paragraphs"], strict=True):
             related = tuple(text for text in texts if text != own)
             for entry in paragraph["qas"]:
                 if not entry.get("is_impossible", False):
                     answers = tuple(answer["text"] for answer in entry["answers"])
                     questions.append(Question(entry["question"], answers, (own,), related))
-    return questions, documents
+    return questions
 
 
-def _read_hotpotqa(content: Any) -> tuple[list[Question], set[str]]:
-    questions = [
+def _read_hotpotqa(content: Any) -> list[Question]:
+    return [
         Question(
             entry["question"],
             (entry["answer"],),
@@ -368,7 +366,6 @@ def _read_hotpotqa(content: Any) -> tuple[list[Question], set[str]]:
         )
         for entry in content
     ]
-    return questions, {document for question in questions for document in question.documents}
 
 
 def _choose(rng: random.Random, documents: Sequence[str], question: Question, size: int) -> list[str]:
