@@ -72,7 +72,7 @@ def evaluate(
     ] = None,
     tasks: Annotated[str | None, _default("tasks", "ruler, recall, loss, or single tasks.")] = None,
     lengths: Annotated[str | None, _default("lengths", "Tokens of a prompt with its answer.")] = None,
-    protocols: Annotated[str | None, _default("protocols", "Of tasks that ask questions.")] = None,
+    protocols: Annotated[str | None, _default("protocols", "Of tasks that ask questions; late-prefix too.")] = None,
     samples: Annotated[int | None, _default("samples", "Samples of each task and length.", min=1)] = None,
     seed: SeedOption = 0,
     out: Annotated[Path | None, _default("out", "Folder of the results; a second run adds to it.")] = None,

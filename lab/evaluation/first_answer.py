@@ -110,7 +110,7 @@ def calibrate(
     model: sticks.ModelArgument,
     to: Annotated[Path, typer.Option(help="Folder that gets a profile for each setting.")],
     out: sticks.OutOption,
-    settings: Annotated[str, typer.Option(help="default, kept=SHARE or paper; by commas.")] = "default,kept=0.25,paper",
+    settings: Annotated[str, typer.Option(help="default, kept=SHARE, paper or paper:TAU.")] = "default,kept=0.25,paper",
     count: Annotated[int, typer.Option(min=1, help="Texts, of the calibration half.")] = 8,
     tokens: sticks.TokensOption = 8_192,
     window: Annotated[int, typer.Option(min=1)] = 1_024,
@@ -144,11 +144,12 @@ def calibrate(
 
 def _options(setting: str, window: int) -> dict[str, Any]:
     """Arguments of `calibrate`."""
-    if setting == "paper":
-        return {"config": tca_jax.TCAConfig.paper(window=window)}
+    paper, _, tau = setting.partition(":")
+    if paper == "paper":
+        return {"config": tca_jax.TCAConfig.paper(window=window, **({"tau": float(tau)} if tau else {}))}
     name, _, share = setting.partition("=")
     known = setting == "default" or name == "kept"
-    require(known, f"--settings {setting!r}: must be default, kept=SHARE or paper")
+    require(known, f"--settings {setting!r}: must be default, kept=SHARE, paper or paper:TAU")
     return {"config": tca_jax.TCAConfig(window=window), **({"kept": float(share)} if share else {})}
 
 

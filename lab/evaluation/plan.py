@@ -25,7 +25,7 @@ from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Task
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.evaluation.text_tasks import TextTask
 from tca_jax.lab.evaluation.tuning import Tuning, tune
-from tca_jax.lab.recall.protocols import PROTOCOLS
+from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
 from tca_jax.methods.registry import describe_method
 
 AnyTask = Task | TextTask
@@ -76,7 +76,7 @@ def make_plan(
     """
     plan = Plan(methods, tuple(protocols), **settings)
     for option, given, known in (
-        ("--protocols", protocols, PROTOCOLS),
+        ("--protocols", protocols, EVALUATION_PROTOCOLS),
         ("--tasks", tasks, (*GROUPS, *TASKS)),
     ):
         require(given, f"{option} is empty: must name one or more of {list(known)}")

@@ -9,7 +9,7 @@ from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Prompt, Sample, 
 from tca_jax.lab.recall import TASKS as RECALL_TASKS
 from tca_jax.lab.recall import Document, is_correct
 from tca_jax.lab.recall.documents import draw_documents
-from tca_jax.lab.recall.protocols import asked
+from tca_jax.lab.recall.protocols import WITH_LEAD, asked
 from tca_jax.lab.recall.tasks import ANSWER_TOKENS
 
 _LEAST_BYTES = 3500  # that the facts of all tasks may take
@@ -47,7 +47,7 @@ def sample_of(document: Document) -> Sample:
 
 
 def _score(sample: Sample, text: str, protocol: str) -> float:
-    return float(is_correct(sample.source, text, protocol))
+    return float(is_correct(sample.source, text, "prefix" if protocol in WITH_LEAD else protocol))
 
 
 TASKS = tuple(

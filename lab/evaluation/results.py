@@ -14,7 +14,7 @@ import numpy as np
 
 from tca_jax.errors import require
 from tca_jax.files import replacing
-from tca_jax.lab.recall.protocols import PROTOCOLS
+from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
 from tca_jax.models.json_object import read_json_object
 
 Record = Mapping[str, Any]
@@ -24,6 +24,7 @@ _PROTOCOLS = {
     "prefix": "the prompt ends with the answer's first words",
     "preamble": "the prompt ends with the question",
     "late": "the context is prefilled without the question",
+    LATE_PREFIX: "the context is prefilled without the question and the answer's first words",
 }
 _TUNING = (
     "On calibration texts, in nats per token. Excess: losses over full attention's, inside the texts and behind them, "
@@ -257,7 +258,7 @@ def _by(records: Sequence[Record], name: str) -> dict[Any, list[Record]]:
 
 def _asked(records: Sequence[Record]) -> Iterator[tuple[str, str, list[Record]]]:
     """Suite, protocol and records of the tasks with questions."""
-    for protocol in PROTOCOLS:
+    for protocol in EVALUATION_PROTOCOLS:
         for suite, of_suite in _by(records, "suite").items():
             if asked := _by(of_suite, "protocol").get(protocol):
                 yield suite, protocol, asked

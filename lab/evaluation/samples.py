@@ -17,6 +17,7 @@ from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
+from tca_jax.lab.recall.protocols import LATE_PREFIX, READ_FIRST, WITH_LEAD
 from tca_jax.methods.full import BASELINE
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.numerics import cdiv
@@ -56,8 +57,8 @@ class Prompt:
 
 
 def by_protocol(given: Prompt, without: Prompt) -> Mapping[str, Prompt]:
-    """Prompts with the answer's first words for "prefix", and those without for the others."""
-    return {"prefix": given, "preamble": without, "late": without}
+    """Prompts with the answer's first words for "prefix" and "late-prefix", and those without for the others."""
+    return {"prefix": given, "preamble": without, "late": without, LATE_PREFIX: given}
 
 
 def asked_with_lead(document: str, question: str, lead: str) -> Mapping[str, Prompt]:
@@ -147,7 +148,7 @@ class Task:
     def _limits(self, lm: LM, samples: Sequence[Sample], protocol: str, tokens: int) -> tuple[int, int]:
         """Most new tokens of an answer, and room for them in the caches, after prompts of up to `tokens`."""
         most, positions = self.new_tokens, lm.config.max_context - tokens
-        if protocol != "prefix":
+        if protocol not in WITH_LEAD:
             leads = {sample.prompts["prefix"].lead for sample in samples} - {""}
             most += PREAMBLE_TOKENS + max((len(lm.tokenizer(lead)["input_ids"]) for lead in leads), default=0)
         limit = max(1, min(most, positions))
@@ -189,7 +190,7 @@ class Task:
 def _encoded(lm: LM, samples: Sequence[Sample], protocol: str) -> _Encoded:
     """Document and question of each prompt; unless it is read first, the document has both."""
     prompts = [sample.prompts[protocol] for sample in samples]
-    return [each.encode_apart(lm) if protocol == "late" else (each.encode(lm), []) for each in prompts]
+    return [each.encode_apart(lm) if protocol in READ_FIRST else (each.encode(lm), []) for each in prompts]
 
 
 def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:

@@ -11,6 +11,11 @@ from tca_jax.errors import require_name
 from tca_jax.lab.recall.tasks import Question
 
 PROTOCOLS = ("prefix", "preamble", "late")
+#: Of evaluations alone: as "late", but the answer's first words come with the question, as kvpress asks.
+LATE_PREFIX = "late-prefix"
+EVALUATION_PROTOCOLS = (*PROTOCOLS, LATE_PREFIX)
+#: Where the document is read without the question, and where the answer's first words are given.
+READ_FIRST, WITH_LEAD = ("late", LATE_PREFIX), ("prefix", LATE_PREFIX)
 
 #: Roles of recall-tiny's chat template, each a token.
 USER, ASSISTANT = "<|user|>", "<|assistant|>"

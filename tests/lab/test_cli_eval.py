@@ -86,7 +86,7 @@ def test_suite_runs_and_continues():
         (["--methods=paper", "--tasks=loss", "--lengths=128"], "no profile of the paper's hyperparameters"),
         (["--tasks=niah"], "--tasks niah: must be one of ['cwe'"),
         (["--tasks=vt,vt"], "--tasks names vt twice"),
-        (["--protocols=suffix"], "--protocols suffix: must be one of ['late', 'preamble', 'prefix']"),
+        (["--protocols=suffix"], "--protocols suffix: must be one of ['late', 'late-prefix', 'preamble', 'prefix']"),
         (["--lengths=4k"], "--lengths 4k: must be numbers of tokens"),
         (["--lengths=8192"], "--lengths 8192: must lie in [1, 4096], positions of model"),
         (["--tasks=fwe", "--lengths=256"], "--lengths 256: fwe needs at least"),

@@ -23,7 +23,8 @@ def told(lm, protocol, limit):
     texts = []
     for n in LENGTHS:
         document, question = f"<user>{'x y ' * n}", f" Q{n}?</s><assistant>"
-        if protocol == "late":
+        if protocol in ("late", "late-prefix"):
+            question += " A:" if protocol == "late-prefix" else ""
             context = tca_jax.prefill(lm, [lm.tokenizer(document)["input_ids"]])
             texts += tca_jax.generate(lm, question, context=context, max_new_tokens=limit).text
         else:
@@ -32,10 +33,10 @@ def told(lm, protocol, limit):
     return texts
 
 
-@pytest.mark.parametrize("protocol", ["prefix", "preamble", "late"])
+@pytest.mark.parametrize("protocol", ["prefix", "preamble", "late", "late-prefix"])
 def test_answers_match_single_calls(lm, protocol, monkeypatch):
     monkeypatch.setattr(samples, "PREAMBLE_TOKENS", 4)  # shorter answers
-    given = protocol == "prefix"
+    given = protocol in ("prefix", "late-prefix")
     limit = 6 if given else 6 + 4 + len(" A:")
     counted = []
     found = TASK.measure(lm, SAMPLES, protocol, 2, counted.append)

@@ -137,7 +137,7 @@ def test_recall_prompts_match_the_card(encoder):
         assert read == encoded(chat_document(document.text))
         assert read + asked == encoded(chat)
         assert DIGITS.score(sample, chat_answer(question), "late") == 1
-        assert DIGITS.score(sample, f"{question.answer}.", "prefix") == 1
+        assert DIGITS.score(sample, f"{question.answer}.", "late-prefix") == 1
 
 
 @pytest.mark.parametrize(
