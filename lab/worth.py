@@ -12,16 +12,15 @@ Records are those of `late_facts` and `reading_loss`. A method's cache is a mask
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
-import itertools
 import math
 import re
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ import typer.core
 from jaxtyping import Array, Bool, Float32
 
 import tca_jax
-from tca_jax.calibration.predicted_worth import SHARES, WorthMaps, fit_worth, pack_texts, predictions
+from tca_jax.calibration.predicted_worth import WorthMaps, fit_worth, pack_texts, predictions
 from tca_jax.calibration.repetition import TARGETS, TextRows, read_inputs
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
@@ -46,7 +45,16 @@ from tca_jax.lab.evaluation.samples import Drawing
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.evaluation.sticks import Record
 from tca_jax.lab.evaluation.texts import Half
-from tca_jax.lab.sparse_reading import BLOCK, FIRST, LayerRead, Reading, attended_share, block_means, read_sparsely
+from tca_jax.lab.sparse_reading import (
+    BLOCK,
+    FIRST,
+    WINDOW,
+    LayerRead,
+    Reading,
+    attended_share,
+    block_means,
+    read_sparsely,
+)
 from tca_jax.pallas_kernels.numerics import round_up
 
 
@@ -73,108 +81,44 @@ HalfOption = Annotated[Half, typer.Option(help="Half of the texts: test, or cali
 class Keeping:
     """Which tokens a cache keeps beside the window and the first tokens."""
 
-    score: str = "worth"  # a target, or a combination of `_combined`
-    # The calibration's quantile; or this document's, of all heads, a layer's or a head's; or of its first 2,048 tokens.
-    budget: Literal["threshold", "all", "layer", "head", "first"] = "threshold"
-    window: int = 1_024
-    means: int = 0  # neighbours whose evicted ones leave one mean; 0 for none
-    mean_weights: str = ""  # target whose prediction weights tokens in it; equal weights by default
-    spread: Literal["", "mean", "max"] = ""  # of the scores of a token and the two beside it
+    score: str = "worth"  # a target
+    budget: str = (
+        ""  # empty: the calibration's quantile; "all" or "first": the document's, or of its first 2,048 tokens
+    )
+    means: bool = True  # whether evicted tokens of a block leave their mean, weighted by predicted worth
     refit: bool = False  # whether kept values are refitted
 
     @property
     def label(self) -> str:
         """Name in tables."""
-        spread = [f"{self.spread} of 3"] if self.spread else []
-        short = {"threshold": [], "all": ["a budget"], "first": [f"a threshold of the first {_FIRST:,} tokens"]}
-        budget = short.get(self.budget, [f"a budget per {self.budget}"])
-        of, by = f" of {self.means}" * (self.means != BLOCK), f" by {self.mean_weights}" * bool(self.mean_weights)
-        kept = [*[f"means{of}{by}"][: self.means], *["refitted values"] * self.refit]
-        return ", ".join([self.score, *spread, f"window {self.window}", *budget, *kept])
+        budget = {"": [], "all": ["a budget"], "first": [f"a threshold of the first {_FIRST:,} tokens"]}[self.budget]
+        kept = [*["means by worth"] * self.means, *["refitted values"] * self.refit]
+        return ", ".join([self.score, f"window {WINDOW}", *budget, *kept])
 
 
-KVZAP = Keeping("probability", "all", 256)
-RULE = Keeping(window=256, means=BLOCK, mean_weights="worth")
-_SCORES = ("worth", "probability", "effect", "max rank", "worth + probability", "worth + effect", "expected worth")
-KEEPINGS = (
-    *(Keeping(window=window) for window in (256, 512, 1_024)),
-    *(Keeping(score, "all") for score in _SCORES[:5]),
-    *(Keeping(budget=budget) for budget in ("layer", "head")),
-    Keeping(means=BLOCK),
-    Keeping(window=256, means=BLOCK),
-    *(Keeping(score, "all", 256, BLOCK) for score in _SCORES),
-    *(Keeping("worth", "all", 256, BLOCK, spread=spread) for spread in ("mean", "max")),
-    RULE,
-    Keeping(window=256, means=BLOCK, mean_weights="probability"),
-    Keeping(window=256, means=32),
-    *(Keeping("worth", budget, 256, BLOCK, "worth") for budget in ("all", "first")),
-    dataclasses.replace(RULE, refit=True),
-    KVZAP,
-)
-READ = Reading(selected=0.05, mass=0.1, means=True, mean_weights=True, window=256, weighted=False)  # the rule
-READINGS = (
-    Reading(),
-    Reading(selected=0.1),
-    Reading(mass=0.1),
-    Reading(selected=0.1, mass=0.1),
-    Reading(selected=0.1, mass=0.1, means=True),
-    Reading(selected=0.1, mass=0.1, means=True, weighted=False),
-    Reading(selected=0.05, mass=0.1, means=True),
-    Reading(selected=0.1, mass=0.1, means=True, window=512),
-    Reading(selected=0.1, mass=0.1, means=True, window=256),
-    Reading(selected=0.1, mass=0.05, means=True, window=256),
-    Reading(selected=0.2, mass=0.1, means=True, window=256),
-    Reading(selected=0.1, mass=0.1, means=True, window=256, stride=8),
-    Reading(selected=0.1, mass=0.1, means=True, window=256, stride=4),
-    Reading(selected=0.1, mass=0.1, means=True, window=256, weighted=False),
-    Reading(selected=0.1, mass=0.1, means=True, mean_weights=True, window=256, weighted=False),
-    Reading(selected=0.05, mass=0.1, means=True, window=256, weighted=False),
-    READ,
-    Reading(selected=0.05, mass=0.05, means=True, mean_weights=True, window=256, weighted=False),
-    Reading(selected=0.05, mass=0.1, means=True, window=256, weighted=False, stride=8),
-    Reading(selected=0.1, mass=0.2, means=True, window=256, weighted=False, stride=8),
-)
-#: Those whose late answers are measured.
-LATE_READINGS = tuple(each for each in READINGS if each.means and each.stride == 16 and each.window == 256)
+RULE = Keeping()
+KVZAP = Keeping("probability", "all", means=False)
+KEEPINGS = (RULE, Keeping(budget="all"), Keeping(budget="first"), Keeping(refit=True), KVZAP)
+READ = Reading()
+READINGS = (READ, Reading(selected=0.1), Reading(stride=8))
 
 
 def kept_masks(
-    keeping: Keeping, predicted: Predictions, maps: dict[str, WorthMaps], share: float, layers: int
+    keeping: Keeping, predicted: Predictions, maps: dict[str, WorthMaps], share: float
 ) -> Bool[np.ndarray, "heads L"]:
-    """Tokens that are kept, `share` of all of them on the calibration's texts or, with a budget, on this one."""
-    scores = _combined(keeping.score, predicted, maps)
-    if keeping.spread:
-        beside = np.pad(scores, ((0, 0), (1, 1)), "edge")
-        scores = getattr(np, keeping.spread)([beside[:, :-2], scores, beside[:, 2:]], axis=0)
-    heads, length = scores.shape
-    place = np.arange(length)
-    always = (place < FIRST) | (place >= max(0, length // BLOCK * BLOCK - keeping.window))
+    """Tokens that are kept: `share` of those of all heads, of the calibration's texts or of this document."""
+    scores = predicted[keeping.score]
+    place, length = np.arange(scores.shape[1]), scores.shape[1]
+    always = (place < FIRST) | (place >= max(0, length // BLOCK * BLOCK - WINDOW))
     if share >= 1:
         return np.ones_like(scores, bool)
     selected = max(0.0, (share - always.mean()) / (1 - always.mean()))
-    if keeping.budget == "threshold":
+    if not keeping.budget:
         theta = maps[keeping.score].threshold(selected) if selected else np.inf
-        return (scores >= theta) | always
-    if keeping.budget == "first":
-        return (scores >= np.quantile(scores[:, FIRST:_FIRST], 1 - selected)) | always
-    groups = {"all": 1, "layer": layers, "head": heads}[keeping.budget]
-    outside = scores[:, ~always].reshape(groups, -1)
-    thetas = np.quantile(outside, 1 - selected, axis=1).repeat(heads // groups)
-    return (scores >= thetas[:, None]) | always
-
-
-def _combined(name: str, predicted: Predictions, maps: dict[str, WorthMaps]) -> Float32[np.ndarray, "heads L"]:
-    """A score: a target's prediction or a combination of two."""
-    if name in predicted:
-        return predicted[name]
-    if name in ("worth + probability", "worth + effect"):
-        return predicted["worth"] + predicted[name.removeprefix("worth + ")]
-    if name == "expected worth":  # of a lognormal residual; its variance follows from the correlation
-        residual = predicted["worth"].var(axis=1) * (maps["worth"].correlation.ravel() ** -2.0 - 1)
-        return predicted["worth"] + residual[:, None] / 2
-    logs = -np.log(SHARES)[::-1]
-    ranks = [np.interp(predicted[each], maps[each].thresholds[::-1], logs) for each in ("worth", "effect")]
-    return np.maximum(*ranks).astype(np.float32)
+    else:
+        own = scores[:, ~always] if keeping.budget == "all" else scores[:, FIRST:_FIRST]
+        theta = np.quantile(own, 1 - selected)
+    return (scores >= theta) | always
 
 
 def masked_read(
@@ -182,39 +126,35 @@ def masked_read(
     keys: Sequence[tuple[Array, Array]],
     kept: Bool[np.ndarray, "heads L"],
     attended: float,
-    means: int = 0,
-    log_weights: Float32[np.ndarray, "heads L"] | None = None,
+    worth: Float32[np.ndarray, "heads L"] | None = None,
 ) -> tuple[MaskedRead, float]:
-    """A read document for `ask`, with `means` of that many neighbours, and the share of its bytes."""
+    """A read document for `ask`, with means if `worth` weights them, and the share of its bytes."""
     layers, tokens = len(keys), keys[0][0].shape[1]
 
     def of_layers(x: np.ndarray) -> list[Array]:
         return [*jnp.asarray(np.pad(x, ((0, 0), (0, tokens - len(ids)))).reshape(layers, 1, -1, tokens))]
 
     masks, share = of_layers(kept), float(kept.mean())
-    if not means:
+    if worth is None:
         return MaskedRead(list(ids), list(keys), masks, attended), share
-    weights = of_layers(np.zeros(kept.shape, np.float32) if log_weights is None else log_weights)
-    biased = [
-        _with_means(*k_v, mask, weight[0], len(ids), size=means)
-        for k_v, mask, weight in zip(keys, masks, weights, strict=True)
-    ]
-    share += float(np.mean([on_host(jnp.isfinite(bias[..., tokens:])).mean() for *_, bias in biased])) / means
+    parts = zip(keys, masks, of_layers(worth), strict=True)
+    biased = [_with_means(*k_v, mask, weights[0], len(ids)) for k_v, mask, weights in parts]
+    share += float(np.mean([on_host(jnp.isfinite(bias[..., tokens:])).mean() for *_, bias in biased])) / BLOCK
     return MaskedRead(list(ids), [each[:2] for each in biased], [each[2] for each in biased], attended), share
 
 
-@functools.partial(jax.jit, static_argnames=("size",))
+@jax.jit
 def _with_means(
-    k: Array, v: Array, kept: Bool[Array, "1 Hkv L"], log_weights: Array, length: Array, *, size: int
+    k: Array, v: Array, kept: Bool[Array, "1 Hkv L"], worth: Array, length: Array
 ) -> tuple[Array, Array, Array]:
     """Keys and values followed by the means of evicted tokens; additions to the logits."""
     evicted = ~kept[0] & (jnp.arange(kept.shape[-1]) < length)
-    *means, entropy = block_means(k[0], v[0], evicted, log_weights, size)
+    *means, entropy = block_means(k[0], v[0], evicted, worth)
     k, v = (jnp.concatenate([x, mean[None].astype(x.dtype)], axis=1) for x, mean in zip((k, v), means, strict=True))
     return k, v, jnp.concatenate([jnp.where(kept[0], 0.0, -jnp.inf), entropy], axis=1)[None]
 
 
-@functools.partial(jax.jit, static_argnames=("means",))
+@jax.jit
 def refitted(
     q: Array,
     k: Array,
@@ -223,14 +163,13 @@ def refitted(
     read_v: Array,
     bias: Float32[Array, "1 Hkv _"],
     length: Array,
-    means: int,
 ) -> Array:
     """Values of kept tokens and means that give the sampled queries of the text their outputs (ridge regression).
 
     A query sees the tokens up to its own: the `_NEAR` nearest and the kept ones, and the means left of the nearest.
     """
     tokens, kv_heads = k.shape[1], k.shape[2]
-    place, ends = jnp.arange(tokens), (jnp.arange(read_k.shape[1] - tokens) + 1) * means
+    place, ends = jnp.arange(tokens), (jnp.arange(read_k.shape[1] - tokens) + 1) * BLOCK
     query = place[_SAMPLED - 1 :: _SAMPLED, None]
     grouped = q[0, _SAMPLED - 1 :: _SAMPLED].reshape(len(query), kv_heads, -1, q.shape[-1])
 
@@ -265,23 +204,11 @@ def _outside(bias: Float32[Array, "1 Hkv _"], scores: Float32[Array, "Q Hkv _"])
 
 
 def with_reserve(
-    biases: Sequence[Float32[Array, "1 Hkv _"]],
-    scores: Sequence[Float32[Array, "Q Hkv _"]],
-    tokens: int,
-    reserve: int,
-    shared: bool,
+    biases: Sequence[Float32[Array, "1 Hkv _"]], scores: Sequence[Float32[Array, "Q Hkv _"]], tokens: int, reserve: int
 ) -> list[Float32[Array, "Q Hkv _"]]:
-    """Additions to the logits of each question, which also keeps the tokens that it attends to most.
-
-    Each head keeps `reserve` more of `tokens`; with `shared` all heads of all layers together as many.
-    """
+    """Additions to the logits of each question: a head keeps `reserve` more of `tokens`, which it attends to most."""
     outside = [_outside(bias[..., :tokens], score[..., :tokens]) for bias, score in zip(biases, scores, strict=True)]
-    if shared:
-        together = jnp.concatenate([each.reshape(len(each), -1) for each in outside], axis=-1)
-        count = reserve * len(outside) * outside[0].shape[1]
-        least = [jax.lax.top_k(together, count)[0][:, -1:, None]] * len(outside)
-    else:
-        least = [jax.lax.top_k(each, reserve)[0][..., -1:] for each in outside]
+    least = [jax.lax.top_k(each, reserve)[0][..., -1:] for each in outside]
     return [
         jnp.concatenate(
             [
@@ -333,14 +260,13 @@ class LateSheet:
         kept: Bool[np.ndarray, "heads L"],
         keys: Sequence[tuple[Array, Array]],
         attended: float,
-        means: int = 0,
-        log_weights: Float32[np.ndarray, "heads L"] | None = None,
+        worth: Float32[np.ndarray, "heads L"] | None = None,
         refit: bool = False,
     ) -> tuple[Answers, Record]:
-        read, share = masked_read(self._ids, keys, kept, attended, means, log_weights)
+        read, share = masked_read(self._ids, keys, kept, attended, worth)
         if refit:
             parts = zip(read_full(self._lm, self._ids).layers, read.keys, read.masks, strict=True)
-            values = [refitted(*layer[:3], *k_v, bias, len(self._ids), means=means) for layer, k_v, bias in parts]
+            values = [refitted(*layer[:3], *k_v, bias, len(self._ids)) for layer, k_v, bias in parts]
             read = read._replace(keys=[(k, v) for (k, _), v in zip(read.keys, values, strict=True)])
         answers = ask(self._lm, read, self._document.rows)
         return answers, {"kept": float(kept.mean()), "kv_share": share, "attended": attended}
@@ -362,9 +288,8 @@ class LateSheet:
         self, keeping: Keeping, shares: Sequence[float], predicted: Predictions, maps: dict[str, WorthMaps], label: str
     ) -> Iterator[Record]:
         for share in shares:
-            masks = kept_masks(keeping, predicted, maps, share, len(self._keys))
-            means = keeping.means, predicted.get(keeping.mean_weights)
-            yield self._record(label, share, *self._ask(masks, self._keys, 1.0, *means, keeping.refit))
+            masks, worth = kept_masks(keeping, predicted, maps, share), predicted["worth"] if keeping.means else None
+            yield self._record(label, share, *self._ask(masks, self._keys, 1.0, worth, keeping.refit))
 
     def _of_maps(self, maps: WorthMaps) -> Float32[np.ndarray, "heads L"]:
         return self._stacked(predictions(maps, self._inputs))
@@ -375,9 +300,8 @@ class LateSheet:
         keys, attended = [(layer.k, layer.v) for layer in layers], attended_share(layers, len(self._ids))
         predicted = {"worth": self._stacked([layer.predicted for layer in layers])}
         for share in shares:
-            masks = kept_masks(RULE, predicted, self._maps, share, len(layers))
-            label = f"{reading.label}; {RULE.label}"
-            yield self._record(label, share, *self._ask(masks, keys, attended, RULE.means, predicted["worth"]))
+            masks, label = kept_masks(RULE, predicted, self._maps, share), f"{reading.label}; {RULE.label}"
+            yield self._record(label, share, *self._ask(masks, keys, attended, predicted["worth"]))
 
     def asked_in_prompts(self, share: float, reserves: Sequence[int]) -> Iterator[Record]:
         """Of prompts that end in the question: each head also keeps what the last queries attend to."""
@@ -386,14 +310,14 @@ class LateSheet:
         questions = (place <= ends) & (place > ends - _OBSERVED)
         full, _ = masked_read(self._ids, self._keys, self._all, 1.0)
         scores, tokens = question_scores(self._lm, full, rows, questions), len(self._ids)
-        kept = kept_masks(RULE, self._predicted, self._maps, share, len(self._keys))
-        read, of_bytes = masked_read(self._ids, self._keys, kept, 1.0, RULE.means, self._predicted["worth"])
-        for reserve, shared in itertools.product(reserves, (False, True)):
-            biases = with_reserve(read.masks, scores, tokens, reserve, shared)
+        kept = kept_masks(RULE, self._predicted, self._maps, share)
+        read, of_bytes = masked_read(self._ids, self._keys, kept, 1.0, self._predicted["worth"])
+        for reserve in reserves:
+            biases = with_reserve(read.masks, scores, tokens, reserve)
             found = ask(self._lm, read._replace(masks=biases), rows)
             now = float(np.mean([on_host(jnp.isfinite(each[..., :tokens])).mean() for each in biases]))
             sizes = {"kept": now, "kv_share": of_bytes + now - float(kept.mean()), "attended": 1.0}
-            label = f"{RULE.label}, question in the prompt, reserve {reserve}{' in all' * shared}"
+            label = f"{RULE.label}, question in the prompt, reserve {reserve}"
             yield self._record(label, share, found, sizes)
 
     def _record(self, method: str, share: float | None, answers: Answers, sizes: Record) -> Record:
@@ -408,7 +332,6 @@ def fit(
     count: Annotated[int, typer.Option(min=2, help="Texts; half of them are fitted.")] = 8,
     tokens: sticks.TokensOption = 8_192,
     kind: Annotated[str, typer.Option(help="python or manual; both by default.")] = "",
-    questions: Annotated[bool, typer.Option(help="Hide facts in the texts; their questions count, too.")] = False,
     copies: Annotated[bool, typer.Option(help="What the texts themselves repeat counts, too.")] = False,
     targets: Annotated[str, typer.Option(help="Targets, by commas.")] = ",".join(TARGETS),
     texts: sticks.TextsOption = None,
@@ -417,13 +340,9 @@ def fit(
     compilations, lm = Compilations(), tca_jax.load(model)
     seeds = [2 * i + (kind == "manual") if kind else i for i in range(count)]
     started = time.monotonic()
-    if questions:
-        documents = [late_document(lm, seed, tokens, "calibration", texts) for seed in seeds]
-        packed, asked = [document.ids for document in documents], [_asked(document) for document in documents]
-    else:
-        drawn = [draw_text(np.random.default_rng(1_000 + seed), seed, "calibration", tokens, texts) for seed in seeds]
-        packed = pack_texts(lm, drawn, count, tokens)
-        asked = [_copies(ids) for ids in packed] if copies else []
+    drawn = [draw_text(np.random.default_rng(1_000 + seed), seed, "calibration", tokens, texts) for seed in seeds]
+    packed = pack_texts(lm, drawn, count, tokens)
+    asked = [_copies(ids) for ids in packed] if copies else []
     found = fit_worth(lm, packed, targets=targets.split(","), questions=asked, progress=_say)
     seconds = time.monotonic() - started
     to.mkdir(parents=True, exist_ok=True)
@@ -433,11 +352,6 @@ def fit(
         print(f"{name}: correlation {np.nanmean(maps.correlation):.3f}; shares of heads at 20% in all: {shares}")
     compiling = sum(compilations.by_program.values())
     print(f"{count} texts of {tokens:,} tokens: {seconds:.0f} s, of these {compiling:.0f} s compiling; {_memory()}")
-
-
-def _asked(document: LateDocument) -> TextRows:
-    rows = [number for number, kind in enumerate(document.kinds) if kind != "next"]
-    return TextRows(document.rows[rows], document.counted[rows])
 
 
 def _copies(ids: Sequence[int], rows: int = 16, shown: int = 8, far: int = 1_024) -> TextRows:
@@ -508,7 +422,7 @@ def late(
             yield from sheet.kept_by(of_name, wanted, name)
         if "prompt" in variants:
             yield from sheet.asked_in_prompts(0.2, (128, 512))
-        for reading in LATE_READINGS if "reading" in variants else ():
+        for reading in READINGS if "reading" in variants else ():
             if re.search(like, reading.label):
                 yield from sheet.read(reading, [*wanted[1:], 1.0])
 
@@ -598,9 +512,13 @@ def page(
 def worth_page(records: Sequence[Path]) -> str:
     """The committed table of variants."""
     facts, losses = (sticks.read_records(records, stick) for stick in (late_facts.STICK, reading_loss.STICK))
-    labels = {keeping.label for keeping in KEEPINGS}
-    rest = [each for each in facts if each["method"] not in labels or each["tokens"] > 16_384]
+    groups = collections.defaultdict(set)
+    for each in facts:
+        groups[each["method"]].add((each["model"], each["tokens"], each["half"]))
+    everywhere = [method for method, of_method in groups.items() if len(of_method) > 2 and method != "full"]
+    rest = [each for each in facts if each["method"] not in everywhere or each["tokens"] > 16_384]
     rest = [each for each in rest if each["half"] == "test" and not each["method"].endswith("; worth, window 1024")]
+    readings = list(dict.fromkeys(each["method"] for each in losses if each["method"] != "full"))
     ruler = {name: sticks.read_records(records, f"ruler {name}") for name in [task.name for task in RULER]}
     answered = {}
     for name, of_task in ruler.items():
@@ -618,7 +536,7 @@ def worth_page(records: Sequence[Path]) -> str:
 variant ([what they are](../../docs/worth.md)). One H200, JAX 0.11.2; maps are fitted on 8 texts of 8,192 tokens of the
 calibration half (SmolLM2: 6,912) unless a row says otherwise. Numbers of documents stand in brackets: a share of 90%
 has a 95% interval of about 4 points at 20 documents; `worth table` prints all intervals. Variants were chosen on the
-0.5B model and the calibration half.
+0.5B model and the calibration half; the code of those that lost is at the tag `worth-variants`.
 
 ## What is kept
 
@@ -626,13 +544,13 @@ At kept shares of 12.5, 20 and 33%: facts in percent of those that full attentio
 loss of the following text over full attention's; bytes. A threshold is the quantile of the calibration's texts, so
 bytes differ; "a budget" is the document's own quantile.
 
-{_compact(facts, [keeping.label for keeping in KEEPINGS], _facts_cell)}
+{_compact(facts, everywhere, _facts_cell)}
 
 ## Losses inside prompts
 
 Attended pairs; plain loss over full attention's; copies and facts in nats above it. 16,384 tokens (SmolLM2: 7,680).
 
-{_compact(losses, [each.label for each in READINGS], _loss_cell)}
+{_compact(losses, readings, _loss_cell)}
 
 ## Other lengths, fits and methods; questions in the prompt; after sparse reading
 

@@ -10,14 +10,16 @@ from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
-from tca_jax.lab.sparse_reading import BLOCK, _attend
+from tca_jax.lab.sparse_reading import BLOCK, WINDOW, _attend
 from tca_jax.lab.worth import (
     KEEPINGS,
     Keeping,
+    _copies,
     _late_table,
     app,
     kept_masks,
     masked_read,
+    refitted,
     ruler_document,
     with_reserve,
     worth_page,
@@ -33,7 +35,7 @@ def drawn(tokens: int):
     return q, k, v, jax.random.uniform(keys[3], (HEADS, tokens)) < 0.05
 
 
-def by_loops(q, k, v, selected, length, weight, mass, window, means, mean_logits, stride):
+def by_loops(q, k, v, selected, worth, length, mass, stride):
     """DESIGN 2.5, query by query."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out, pairs = np.zeros_like(q), np.zeros(HEADS)
@@ -41,20 +43,20 @@ def by_loops(q, k, v, selected, length, weight, mass, window, means, mean_logits
         chosen = selected[head] | (np.arange(len(q)) < 4)
         scores = np.einsum("lgd,md->glm", q[:, head * GROUP : (head + 1) * GROUP], k[:, head]) / np.sqrt(SIZE)
         for tile in range(len(q) // BLOCK):
-            first = max(0, tile * BLOCK - window)
+            first = max(0, tile * BLOCK - WINDOW)
             largest = np.zeros(len(q) // BLOCK)
             for i in range(tile * BLOCK + stride - 1, (tile + 1) * BLOCK, stride):
                 p = np.exp(scores[:, i, : i + 1] - scores[:, i, : i + 1].max(axis=-1, keepdims=True))
                 p = np.pad(p / p.sum(axis=-1, keepdims=True), ((0, 0), (0, len(q) - i - 1)))
                 largest = np.maximum(largest, p.reshape(GROUP, -1, BLOCK).sum(axis=-1).max(axis=0))
-            fetched = [t for t in range(first // BLOCK) if largest[t] * weight[head] >= mass]
+            fetched = [t for t in range(first // BLOCK) if largest[t] >= mass]
             for i in range(tile * BLOCK, min((tile + 1) * BLOCK, length)):
                 seen = [j for j in range(i + 1) if chosen[j] or j >= first or j // BLOCK in fetched]
                 logits, values = [scores[:, i, j] for j in seen], [v[j, head] for j in seen]
-                for t in range(first // BLOCK) if means else ():
+                for t in range(first // BLOCK):
                     rest = [j for j in range(t * BLOCK, (t + 1) * BLOCK) if not chosen[j]]
                     if t not in fetched and rest:
-                        query, w = q[i, head * GROUP : (head + 1) * GROUP], np.exp(mean_logits[head, rest])
+                        query, w = q[i, head * GROUP : (head + 1) * GROUP], np.exp(worth[head, rest])
                         w /= w.sum()
                         logits.append(query @ (w @ k[rest, head]) / np.sqrt(SIZE) - w @ np.log(w))
                         values.append(w @ v[rest, head])
@@ -64,15 +66,13 @@ def by_loops(q, k, v, selected, length, weight, mass, window, means, mean_logits
     return out, pairs
 
 
-@pytest.mark.parametrize(("mass", "window", "means"), [(0.1, 128, True), (0.3, 0, False), (np.inf, 256, True)])
-def test_reading_is_that_of_loops(mass, window, means):
-    tokens, length, weight = 5 * BLOCK, 5 * BLOCK - 9, np.array([0.5, 2.0], np.float32)
+@pytest.mark.parametrize(("mass", "stride"), [(0.1, 16), (0.3, 8), (np.inf, 16)])
+def test_reading_is_that_of_loops(mass, stride):
+    tokens, length = 5 * BLOCK, 5 * BLOCK - 9
     q, k, v, selected = drawn(tokens)
-    logits = np.random.default_rng(0).normal(size=(HEADS, tokens)).astype(np.float32) * (mass < 0.2)
-    settings = (jnp.float32(mass), jnp.int32(window), jnp.asarray(means), jnp.asarray(logits))
-    out, pairs = _attend(q, k, v, selected, jnp.int32(length), jnp.asarray(weight), *settings, 16)
-    given = (np.asarray(selected), length, weight, mass, window, means, logits)
-    expected, expected_pairs = by_loops(q, k, v, *given, 16)
+    worth = np.random.default_rng(0).normal(size=(HEADS, tokens)).astype(np.float32)
+    out, pairs = _attend(q, k, v, selected, jnp.asarray(worth), jnp.int32(length), jnp.float32(mass), stride)
+    expected, expected_pairs = by_loops(q, k, v, np.asarray(selected), worth, length, mass, stride)
     np.testing.assert_allclose(np.asarray(out)[:length], expected[:length], atol=2e-5)
     np.testing.assert_allclose(pairs, expected_pairs)
 
@@ -90,20 +90,18 @@ def test_every_variant_keeps_its_share():
         for name, each in predicted.items()
     }
     for keeping in KEEPINGS:
-        kept = kept_masks(keeping, predicted, maps, 0.6, 2)
+        kept = kept_masks(keeping, predicted, maps, 0.6)
         assert kept.mean() == pytest.approx(0.6, abs=0.02), keeping
-        assert kept[:, -keeping.window :].all()
+        assert kept[:, -WINDOW:].all()
         assert kept[:, :4].all()
-    per_head = kept_masks(Keeping(budget="head"), predicted, maps, 0.6, 2)
-    np.testing.assert_allclose(per_head.mean(axis=1), 0.6, atol=0.01)
-    assert kept_masks(Keeping(), predicted, maps, 1.0, 2).all()
+    assert kept_masks(Keeping(), predicted, maps, 1.0).all()
 
 
 def test_means_stand_for_evicted_tokens():
     tokens = 2 * BLOCK
     _, k, v, kept = drawn(tokens)
     kept = np.asarray(kept)
-    read, share = masked_read(range(tokens), [(k[None], v[None])], kept, 1.0, BLOCK)
+    read, share = masked_read(range(tokens), [(k[None], v[None])], kept, 1.0, np.zeros(kept.shape, np.float32))
     (mean_k, _), bias = read.keys[0], np.asarray(read.masks[0])[0]
     np.testing.assert_allclose(mean_k[0, tokens, 1], np.asarray(k)[:BLOCK][~kept[1, :BLOCK], 1].mean(axis=0), atol=1e-5)
     np.testing.assert_allclose(bias[1, tokens], np.log((~kept[1, :BLOCK]).sum()), rtol=1e-6)
@@ -111,18 +109,50 @@ def test_means_stand_for_evicted_tokens():
     assert share == pytest.approx(kept.mean() + 1 / BLOCK)
 
 
-def test_a_reserve_is_each_heads_own_or_shared():
+def test_a_reserve_is_each_heads_own():
     bias = jnp.full((1, 2, 66), -jnp.inf).at[0, 1, 40].set(0).at[..., 64:].set(2)  # the last two are means
     scores = jnp.zeros((1, 2, 66)).at[0, 0, 5].set(0.9).at[0, 0, 50].set(0.5).at[0, 1, 40].set(0.8).at[0, 1, 3].set(0.1)
-    (found,) = np.asarray(with_reserve([bias], [scores], 64, 20, shared=False)[0])
+    (found,) = np.asarray(with_reserve([bias], [scores], 64, 20)[0])
     kept = found[:, :64] == 0
     assert np.array_equal(np.flatnonzero(kept[0]), [*range(5, 21), *range(50, 64)])  # ties of the second are kept
     assert kept[1, 3:19].all()
     assert kept[1, 40:56].all()
     assert (found[:, 64:] == 2).all()
-    (found,) = np.asarray(with_reserve([bias], [scores], 64, 8, shared=True)[0])
-    assert np.array_equal(np.flatnonzero(found[0, :64] == 0), range(5, 21))  # 16 of two heads
-    assert np.array_equal(np.flatnonzero(found[1, :64] == 0), [40])
+
+
+def test_refitted_values_give_the_outputs_of_full_attention():
+    tokens = 4 * BLOCK
+    q, k, v, kept = drawn(tokens)
+    kept = np.asarray(kept) | (np.arange(tokens) >= tokens - WINDOW)
+    read, _ = masked_read(range(tokens), [(k[None], v[None])], kept, 1.0, np.zeros(kept.shape, np.float32))
+    (read_k, read_v), bias = read.keys[0], read.masks[0]
+    values = refitted(q[None], k[None], v[None], read_k, read_v, bias, tokens)
+    assert error_at_end(q, k, v, read_k, values, bias) < 0.1 * error_at_end(q, k, v, read_k, read_v, bias)
+    everything, _ = masked_read(
+        range(tokens), [(k[None], v[None])], np.ones_like(kept), 1.0, np.zeros(kept.shape, np.float32)
+    )
+    values = refitted(q[None], k[None], v[None], *everything.keys[0], everything.masks[0], tokens)
+    np.testing.assert_allclose(values, everything.keys[0][1], atol=1e-5)
+
+
+def error_at_end(q, k, v, read_k, read_v, bias):
+    """Mean squared error of the last query's outputs, a sampled one."""
+    q, out = np.asarray(q[-1], np.float64).reshape(HEADS, GROUP, SIZE), []
+    for keys, values, added in ((k, v, 0.0), (read_k[0], read_v[0], np.asarray(bias[0], np.float64)[:, None])):
+        logits = np.einsum("hgd,lhd->hgl", q, np.asarray(keys, np.float64)) / np.sqrt(SIZE) + added
+        p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        out.append(np.einsum("hgl,lhd->hgd", p / p.sum(axis=-1, keepdims=True), np.asarray(values, np.float64)))
+    return np.mean((out[1] - out[0]) ** 2)
+
+
+def test_copies_of_a_text_are_asked_for():
+    rng = np.random.default_rng(0)
+    passage = rng.integers(100, 200, 100).tolist()
+    ids = [*passage, *rng.integers(200, 300, 1_200).tolist(), *passage[:40], *rng.integers(300, 400, 90).tolist()]
+    rows = _copies(ids)
+    assert rows.tokens.shape == (1, 8 + 64)
+    assert rows.tokens[0].tolist() == ids[1_300:1_372]
+    assert np.flatnonzero(rows.counted[0]).tolist() == list(range(7, 39))  # the next 32 tokens of 40
 
 
 def test_nothing_is_measured_with_few_facts():
