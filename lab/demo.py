@@ -17,7 +17,7 @@ from tca_jax.engine.contexts import ContextStats, prefill
 from tca_jax.engine.generation import generate
 from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.errors import require, require_name
-from tca_jax.lab.equal_bytes import CallSizes, held_share, with_bytes
+from tca_jax.lab.equal_bytes import held_share, with_bytes
 from tca_jax.lab.models import find, models_folder
 from tca_jax.lab.plots import plot_selected_tokens
 from tca_jax.lab.recall import Document, Question, build_document, is_correct
@@ -132,7 +132,7 @@ def run_demo(
     full = checkpoint.load(progress=lambda done, total: report(f"loading {checkpoint.name}", done, total))
     profiles = Path(__file__).parent / "profiles" / model if model == SMOLLM2 else checkpoint.folder
     tca = full.with_profile(Profile.load(profiles / "profile"))
-    share = held_share(tca, CallSizes(len(ids)))
+    share = held_share(tca, len(ids))
     window = with_bytes(full, "streaming", share, len(ids))
     columns: dict[str, Column] = {}
     for name, lm in zip(METHODS, (full, tca, window), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -17,12 +17,6 @@ from tca_jax.methods.registry import get, option_names
 _SHARES = 4096  # of these steps `share` is a whole number
 
 
-class CallSizes(NamedTuple):
-    """What the bytes of a prompt's or a context's caches depend on, beside the method."""
-
-    prompt_tokens: int
-
-
 def with_bytes(lm: LM, name: str, kv_share: float, prompt_tokens: int, **options: Any) -> LM:
     """The model under a method whose cache takes at most `kv_share` of full attention's bytes, in (0, 1].
 
@@ -33,7 +27,6 @@ def with_bytes(lm: LM, name: str, kv_share: float, prompt_tokens: int, **options
     """
     check_number("kv_share", kv_share, above=0, at_most=1)
     check_integer("prompt_tokens", prompt_tokens, at_least=1)
-    sizes = CallSizes(prompt_tokens)
     knob, values = _knob(name, prompt_tokens, options)
     cache = name.split("+")[-1]
 
@@ -42,7 +35,7 @@ def with_bytes(lm: LM, name: str, kv_share: float, prompt_tokens: int, **options
         return lm.with_method(name, **(of_cache if cache == name else {**options, cache: of_cache}))
 
     def taken(place: int) -> float:
-        return held_share(turned(lm.on_one_device, place), sizes)
+        return held_share(turned(lm.on_one_device, place), prompt_tokens)
 
     if not (fitting := bisect.bisect_right(range(len(values)), kv_share, key=taken)):
         raise UserError(
@@ -69,8 +62,8 @@ def _knob(name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, 
     )
 
 
-def held_share(lm: LM, sizes: CallSizes) -> float:
+def held_share(lm: LM, prompt_tokens: int) -> float:
     """Cache bytes of a context over full attention's."""
-    tokens, size = bucket_length(sizes.prompt_tokens), (lm.config.head_dim, jnp.float32)  # of a share, any dtype
+    tokens, size = bucket_length(prompt_tokens), (lm.config.head_dim, jnp.float32)  # of a share, any dtype
     held, full = (each.cache_layout(1, tokens).num_bytes(*size) for each in (lm, lm.with_method(BASELINE)))
     return held / full

@@ -17,7 +17,7 @@ import typer
 
 import tca_jax
 from tca_jax.engine.lm import LM
-from tca_jax.lab.equal_bytes import CallSizes, held_share
+from tca_jax.lab.equal_bytes import held_share
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.by_layers import Answers, ask, read_by, read_full
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document
@@ -110,7 +110,7 @@ def main(
     until, lm = time.monotonic() + seconds, tca_jax.load(model)
     wanted = [float(share) for share in shares.split(",")]
     named = list(sticks.named_methods(lm, parse_labels(methods), wanted, sticks.parse_profiles(profile), tokens))
-    of_bytes = [held_share(each.lm, CallSizes(tokens)) for each in named]
+    of_bytes = [held_share(each.lm, tokens) for each in named]
 
     def records(seed: int) -> list[Record]:
         found = measure(lm, named, late_document(lm, seed, tokens, folder=texts))

@@ -13,7 +13,7 @@ import numpy as np
 from tca_jax.calibration.profile import Profile, budgets_of, head_gates
 from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError, least_share, require
-from tca_jax.lab.equal_bytes import CallSizes, held_share, with_bytes
+from tca_jax.lab.equal_bytes import held_share, with_bytes
 from tca_jax.lab.rivals import cake, kvzip_heads
 from tca_jax.methods.registry import required_options, with_known
 from tca_jax.methods.written import Parts, joined, parse_parts
@@ -73,22 +73,22 @@ class Builder:
         name, options = self._resolve(spec)
         return Built(self.lm.with_method(name, **options))
 
-    def build_within(self, spec: MethodSpec, kv_share: float, sizes: CallSizes) -> Built:
+    def build_within(self, spec: MethodSpec, kv_share: float, tokens: int) -> Built:
         """The model under a method with the largest caches of at most a share of full attention's bytes, or its own."""
         name, options = self._resolve(spec)
         profile = self.paper if spec.parts[-1][0] == PAPER else self.profile
         own = options.get(name.split("+")[-1], {}) if "+" in name else options
         try:
             if profile is not None and own.get("candidates") is profile.candidates:
-                model = self._within_profile(name, options, own, profile, kv_share, sizes)
+                model = self._within_profile(name, options, own, profile, kv_share, tokens)
             else:
-                model = with_bytes(self.lm, name, kv_share, sizes.prompt_tokens, **options)
+                model = with_bytes(self.lm, name, kv_share, tokens, **options)
         except ValueError as error:
             return Built(self.lm.with_method(name, **options), str(error), own_budget=True)
         return Built(model, f"{kv_share:.0%} of the bytes")
 
     def _within_profile(
-        self, name: str, options: Any, own: dict[str, Any], profile: Profile, kv_share: float, sizes: CallSizes
+        self, name: str, options: Any, own: dict[str, Any], profile: Profile, kv_share: float, tokens: int
     ) -> LM:
         """The profile's candidates with more dense heads, or fewer heads above candidate 0, by worth."""
         known = np.isfinite(profile.keeping_worth).all()
@@ -103,13 +103,13 @@ class Builder:
             return lm.with_method(name, **({**options, name.split("+")[-1]: changed} if "+" in name else changed))
 
         def held(count: int) -> float:
-            return held_share(with_steps(self.lm.on_one_device, count), sizes)
+            return held_share(with_steps(self.lm.on_one_device, count), tokens)
 
         fitting = bisect.bisect_right(range(len(steps) + 1), kv_share, key=held)
         least = (
             f"must be at least {least_share(held(0))}, which window, reserve and candidate 0 take of full attention's"
         )
-        require(fitting, f"kv_share = {kv_share}: {least} bytes at {sizes.prompt_tokens} tokens")
+        require(fitting, f"kv_share = {kv_share}: {least} bytes at {tokens} tokens")
         return with_steps(self.lm, fitting - 1)
 
     def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:

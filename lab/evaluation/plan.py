@@ -17,7 +17,6 @@ from tca_jax.engine.lm import stored_entry
 from tca_jax.engine.mesh import mesh_entry
 from tca_jax.engine.prompts import Encoder
 from tca_jax.errors import check_integer, check_number, require, require_name
-from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation import recall_tasks, ruler, text_tasks
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec
 from tca_jax.lab.evaluation.results import FORMAT, TUNING, Job, Results
@@ -129,8 +128,8 @@ def run_plan(
     for job in jobs:
         task, samples, method = TASKS[job.task], plan.drawn[job.task, job.length], built[job.method]
         if plan.kv_share is not None:
-            sizes = CallSizes(task.prompt_tokens(builder.lm, samples, job.protocol))
-            method = builder.build_within(specs[job.method], plan.kv_share, sizes)
+            tokens = task.prompt_tokens(builder.lm, samples, job.protocol)
+            method = builder.build_within(specs[job.method], plan.kv_share, tokens)
 
         def advance(count: int, job: Job = job) -> None:
             nonlocal done

@@ -17,7 +17,6 @@ import typer
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.lm import LM
 from tca_jax.errors import require
-from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
 
 _RESAMPLES = 2_000
@@ -59,7 +58,7 @@ def named_methods(
         parts = tuple((name, {**_IN_FULL.get(name, {}), **given}) for name, given in parts)
         for share in [None] if label == "full" else shares:
             spec = MethodSpec(label, parts)
-            built = builder.build(spec) if share is None else builder.build_within(spec, share, CallSizes(tokens))
+            built = builder.build(spec) if share is None else builder.build_within(spec, share, tokens)
             if built.own_budget:
                 print(f"{label} at {share:.0%} is left out: {built.budget}", flush=True)
             else:

@@ -15,7 +15,7 @@ import numpy as np
 from tca_jax.engine.lm import LM
 from tca_jax.engine.score import score, score_answers
 from tca_jax.errors import UserError, require
-from tca_jax.lab.equal_bytes import CallSizes, held_share
+from tca_jax.lab.equal_bytes import held_share
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
 from tca_jax.lab.evaluation.results import write_json
 from tca_jax.methods.full import BASELINE
@@ -101,15 +101,15 @@ def tune(tuning: Tuning, specs: Sequence[MethodSpec], builder: Builder, folder: 
 
 def _trials(tuning: Tuning, spec: MethodSpec, builder: Builder, full: Mapping[str, float]) -> list[dict[str, Any]]:
     """Figures of a method under its given options, and then under drawn ones."""
-    sizes, trials = CallSizes(max(map(len, builder.texts()))), list[dict[str, Any]]()
+    tokens, trials = max(map(len, builder.texts())), list[dict[str, Any]]()
     for point in points(spec, _DRAWS * tuning.trials, tuning.seed):
         try:
-            lm = builder.build_within(point, tuning.kv_share, sizes).lm
+            lm = builder.build_within(point, tuning.kv_share, tokens).lm
         except ValueError:  # options that exclude each other
             continue
         figures = _measure(lm, builder.texts())
         excess = sum(figures[name] - full[name] for name in ("loss_inside", "loss_following"))
-        held = held_share(lm.on_one_device, sizes)
+        held = held_share(lm.on_one_device, tokens)
         trials.append({"spec": point.label, "excess": excess, **figures, "held_share": held})
         if len(trials) == tuning.trials:
             break

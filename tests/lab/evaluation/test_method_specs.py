@@ -6,11 +6,11 @@ import tiny
 
 from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
-from tca_jax.lab.equal_bytes import CallSizes, held_share
+from tca_jax.lab.equal_bytes import held_share
 from tca_jax.lab.evaluation.method_specs import Builder, parse_methods
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=0)
-SIZES = CallSizes(2048)
+SIZES = 2048
 READINGS = np.array([["sparse", "blocks"], ["dense", "sparse"]])
 WORTH = np.array([[0.1, 2.0], [0.0, 0.5]], np.float32)
 

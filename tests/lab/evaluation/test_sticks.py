@@ -13,7 +13,7 @@ from word_pieces import write_with_bytes
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.errors import UserError
-from tca_jax.lab.equal_bytes import CallSizes, held_share
+from tca_jax.lab.equal_bytes import held_share
 from tca_jax.lab.evaluation import late_documents, late_facts, reading_loss, sticks, texts
 from tca_jax.lab.evaluation.by_layers import Answers
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document, repeating_document
@@ -130,7 +130,7 @@ def test_methods_are_named_by_share_and_profile(profiles):
         ("tca, paper", None),
         ("tca, worth", None),
     ]
-    assert 0.6 < held_share(found[1].lm, CallSizes(TOKENS)) <= 0.7
+    assert 0.6 < held_share(found[1].lm, TOKENS) <= 0.7
     duoattention = found[2].lm.method
     assert duoattention.cache.retrieval == ((False, True), (False, False))  # half of the heads were too many
     assert duoattention.prefill == tca_jax.methods.BASELINE.prefill
