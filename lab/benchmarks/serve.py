@@ -37,6 +37,7 @@ _SECONDS = 600.0  # longest wait for the engine
 _QUESTIONS = 3  # of a soak, about each document
 _DEVICE_ROOM, _HOST_ROOM = 2.5, 2.2  # documents of a soak that fit the device and host memory
 _SLACK = 2**27  # bytes by which the process may grow
+_Request = tuple[list[int] | None, list[int], common.Row, list[int]]  # document, prompt, options, expected answer
 _SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 1}
 
 NOTE = (
@@ -81,23 +82,17 @@ class Served:
     def __init__(self, lm: LM, load: Load, backend: str) -> None:
         self.lm, self.load, self._random = lm, load, np.random.default_rng(load.seed)
         self.engine = Engine(lm, max_rows=load.rows, answer_tokens=load.room, backend=backend)
-        self.read_seconds: list[float] = []
-        free = self.engine.document_pages.free
-        self.ids = [self._read()]
-        each = free - self.engine.document_pages.free
-        self.fit = self.engine.document_pages.total // max(each, 1)
-        self.ids += [self._read() for _ in range(min(load.documents, self.fit) - 1)]
-        self.bytes_each = self.engine.document(self.ids[0]).num_bytes
-
-    def documents(self) -> common.Row:
-        """How many documents fit, and how long one takes to read."""
-        seconds = statistics.median(self.read_seconds)
-        return {"documents": len(self.ids), "fit": self.fit, "GB each": self.bytes_each / 1e9, "read s": seconds}
+        before, (id_, seconds), after = self.engine.document_pages, self._read(), self.engine.document_pages
+        fit = after.total // max(before.free - after.free, 1)
+        more = [self._read() for _ in range(min(load.documents, fit) - 1)]
+        self.ids, self.bytes_each = [id_, *(id_ for id_, _ in more)], self.engine.document(id_).num_bytes
+        self.documents: common.Row = {"documents": len(self.ids), "fit": fit, "GB each": self.bytes_each / 1e9}
+        self.documents["read s"] = statistics.median([seconds, *(seconds for _, seconds in more)])
 
     def time_steps(self, rows: int, copied: float) -> common.Row:
         """A decoding step with `rows` answers about different documents; `copied` is the rate of the floor."""
         ids = [self.ids[i % len(self.ids)] for i in range(rows)]
-        streams = [self.ask(id_, STEPS + 4 * rows) for id_ in ids]
+        streams = [self._ask(id_, STEPS + 4 * rows) for id_ in ids]
         for stream in streams:
             wait_for(stream, 1)
         before = len(streams[-1].tokens) + 1
@@ -132,7 +127,7 @@ class Served:
         lengths = random.integers(max(2, load.answer_tokens // 4), load.answer_tokens + 1, count).tolist()
 
         def request(number: int, at: float) -> tuple[float, list[float], int]:
-            stream, times = self.ask(about[number], lengths[number]), list[float]()
+            stream, times = self._ask(about[number], lengths[number]), list[float]()
             stream.listen(lambda: times.append(time.perf_counter()))
             tokens = stream.result(_SECONDS).tokens
             gaps = [after - before for before, after in itertools.pairwise(times)]
@@ -146,17 +141,17 @@ class Served:
                 calls.append(pool.submit(request, number, at))
             return [call.result() for call in calls]
 
-    def ask(self, id_: str | None, new_tokens: int) -> Stream:
+    def _ask(self, id_: str | None, new_tokens: int) -> Stream:
         """A question of random tokens, or without a document a prompt."""
         tokens = self._tokens(self.load.prompt_tokens if id_ is None else self.load.question_tokens)
         return self.engine.ask(id_, tokens, max_new_tokens=new_tokens, stop_token_ids=())
 
-    def _read(self) -> str:
+    def _read(self) -> tuple[str, float]:
+        """The id of a new document, and the seconds to read it."""
         begin = time.perf_counter()
         id_ = self.engine.read(self._tokens(self.load.tokens))
         self.engine.wait(id_, _SECONDS)
-        self.read_seconds.append(time.perf_counter() - begin)
-        return id_
+        return id_, time.perf_counter() - begin
 
     def _tokens(self, count: int) -> list[int]:
         return self._random.integers(0, self.lm.config.vocab_size, count).tolist()
@@ -178,7 +173,7 @@ class Soak:
         draw, words = np.random.default_rng(load.seed).integers, lm.config.vocab_size
         self.documents, questions, prompts = (draw(1, words, size).tolist() for size in sizes)
         self.lm, self.load = lm, load
-        self.requests: list[tuple[list[int] | None, list[int], common.Row, list[int]]] = []  # with their answers
+        self.requests: list[_Request] = []
         options: common.Row = {"max_new_tokens": load.answer_tokens, "stop_token_ids": ()}
         for document in (*self.documents, None):
             context = None if document is None else tca_jax.prefill(lm, document, backend=backend)
@@ -196,7 +191,7 @@ class Soak:
         stopping, problems, clients = threading.Event(), list[str](), self.load.rows + 2
         with Engine(self.lm, **self.options) as engine, ThreadPoolExecutor(clients) as pool:
             for request in self.requests:  # compile
-                self._ask(engine, *request)
+                self._ask(engine, request)
             for number in range(clients):
                 pool.submit(self._send, engine, random.Random(self.load.seed + number), stopping)
             time.sleep(seconds / 2)
@@ -223,21 +218,14 @@ class Soak:
         while not stopping.wait(random.expovariate(50)):
             cancelled = random.randrange(1, self.load.answer_tokens) if random.random() < 0.2 else None
             try:
-                self._ask(engine, *random.choice(self.requests), cancelled)
+                self._ask(engine, random.choice(self.requests), cancelled)
             except Exception:
                 traceback.print_exc()
                 self.outcomes.append("errors")
 
-    def _ask(
-        self,
-        engine: Engine,
-        document: list[int] | None,
-        prompt: list[int],
-        options: common.Row,
-        expected: list[int],
-        cancelled: int | None = None,
-    ) -> None:
+    def _ask(self, engine: Engine, request: _Request, cancelled: int | None = None) -> None:
         """A request, which may be cancelled after some tokens."""
+        document, prompt, options, expected = request
         stream = engine.ask(None if document is None else engine.read(document), prompt, **options)
         if cancelled is not None:
             wait_for(stream, cancelled)
@@ -284,8 +272,7 @@ def main(
     if minutes:  # a row's tokens must not depend on the number of rows
         jax.config.update("jax_default_matmul_precision", "highest")
     positions = max(load.tokens, load.prompt_tokens) + load.room
-    dtype = "float32" if minutes else None
-    lm = shapes.open_model(model, profile, max_positions=positions, dtype=dtype)
+    lm = shapes.open_model(model, profile, max_positions=positions, dtype="float32" if minutes else None)
     shares = shares or ([] if profile else [shapes.Share(0.25), shapes.Share(0.1)])
     sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
     tested = shapes.named_methods(config, shares, *sizes_of_model, profile=lm.method if profile else None)
@@ -304,7 +291,7 @@ def main(
     for attention, method in tested.items():
         served = Served(lm.with_method(method), load, backend)
         with served.engine:
-            results.add("Documents", {"attention": attention, **served.documents()})
+            results.add("Documents", {"attention": attention, **served.documents})
             for each in sorted({1, min(load.rows, len(served.ids))}):
                 results.add("Steps", {"attention": attention, **served.time_steps(each, copied)})
             results.add("Load", {"attention": attention, **served.time_load()})
