@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,7 @@ from tca_jax.progress import Report
 #: The default is the first one that is there.
 MODELS = SMOLLM2, RECALL_TINY = "smollm2", "recall-tiny"
 #: Columns: full attention, TCA, and streaming attention (first tokens and a window) with TCA's bytes.
-METHODS = FULL, TCA, WINDOW = "full", "tca", "window"
+METHODS = "full", "tca", "window"
 #: Tasks of recall-tiny's questions, in this order; short answers, for the demo runs on any machine.
 _TASKS = ("digits", "words", "keys", "tracking", "hex", "queries", "values")
 #: Kinds of SmolLM2's facts with their values; # is a digit. Chosen by full attention's answers: of each kind, at least
@@ -77,7 +76,7 @@ class DemoResult:
 
     def summary(self) -> str:
         """The figures in one sentence."""
-        full, tca, window = (self.columns[name] for name in METHODS)
+        full, tca, window = self.columns.values()
         return (
             f"Asked after {self.tokens:,} tokens were read: full attention answers {sum(full.right)} of "
             f"{len(self.questions)} questions, TCA {sum(tca.right)} with {tca.share:.0%} of the KV cache, a window of "
@@ -86,7 +85,7 @@ class DemoResult:
 
     def lost(self) -> list[list[str]]:
         """Questions that TCA answers and the window does not, with both answers."""
-        tca, window = self.columns[TCA], self.columns[WINDOW]
+        _, tca, window = self.columns.values()
         of_both = zip(self.questions, tca.texts, window.texts, tca.right, window.right, strict=True)
         return [[*map(printable, each)] for *each, right, also in of_both if right and not also]
 
@@ -125,15 +124,19 @@ def run_demo(
     """Reads a document, asks the questions under each method, and draws what TCA keeps."""
     report = report or (lambda step, done, total: None)
     model = RECALL_TINY if checkpoint.name == RECALL_TINY else SMOLLM2
-    draw = _with_facts if model == SMOLLM2 else _with_recall_tasks
-    document, asked = draw(checkpoint, tokens, questions, seed)
-    frame = DocumentTemplate.of(checkpoint)
+    frame, rng = DocumentTemplate.of(checkpoint), np.random.default_rng(seed)
+    if model == SMOLLM2:
+        document, known = _with_facts(checkpoint, tokens, rng)
+    else:  # a byte is a token; 2: the tokens bos and user
+        document = build_document(rng, tokens - 2, _TASKS)
+        known = list(document.questions[:questions])
+    # In the order of their facts: the first ones are far outside a window.
+    asked = sorted(known, key=lambda question: document.place(question.facts[0]))[:questions]
     ids = frame.document(checkpoint, document.text, "document")[:tokens]
     full = checkpoint.load(progress=lambda done, total: report(f"loading {checkpoint.name}", done, total))
     profiles = Path(__file__).parent / "profiles" / model if model == SMOLLM2 else checkpoint.folder
     tca = full.with_profile(Profile.load(profiles / "profile"))
-    share = held_share(tca, len(ids))
-    window = with_bytes(full, "streaming", share, len(ids))
+    window = with_bytes(full, "streaming", held_share(tca, len(ids)), len(ids))
     columns: dict[str, Column] = {}
     for name, lm in zip(METHODS, (full, tca, window), strict=True):
         report(f"{name}: compiling, and reading {len(ids):,} tokens", None, None)
@@ -152,21 +155,11 @@ def run_demo(
     report("drawing the tokens that TCA keeps", None, None)
     out.mkdir(parents=True, exist_ok=True)
     picture = plot_selected_tokens(tca, ids, out / "demo.png", around=asked[0].facts[0].line.strip())
-    texts = [question.text for question in asked]
-    return DemoResult(model, len(ids), window.method.cache.window, texts, columns, picture)
+    return DemoResult(model, len(ids), window.method.cache.window, [each.text for each in asked], columns, picture)
 
 
-def _with_recall_tasks(
-    checkpoint: Checkpoint, tokens: int, questions: int, seed: int
-) -> tuple[Document, list[Question]]:
-    """A document with facts of recall-tiny's tasks; a byte is a token."""
-    document = build_document(np.random.default_rng(seed), tokens - 2, _TASKS)  # 2: the tokens bos and user
-    return document, _in_order(document, document.questions[:questions])
-
-
-def _with_facts(checkpoint: Checkpoint, tokens: int, questions: int, seed: int) -> tuple[Document, list[Question]]:
-    """A document with facts of different kinds."""
-    rng = np.random.default_rng(seed)
+def _with_facts(checkpoint: Checkpoint, tokens: int, rng: np.random.Generator) -> tuple[Document, list[Question]]:
+    """A document with facts of different kinds, and the questions for them."""
     frame, keys = DocumentTemplate.of(checkpoint), draw_keys(rng)
     known = []
     for kind, values in _VALUES.items():
@@ -177,21 +170,16 @@ def _with_facts(checkpoint: Checkpoint, tokens: int, questions: int, seed: int) 
     for _ in range(4):  # toward the number of tokens
         document = hide(np.random.default_rng(hidden), num_bytes, known, "held-out")
         num_bytes = num_bytes * tokens // len(frame.document(checkpoint, document.text, "document"))
-    return document, _in_order(document, known)[:questions]
-
-
-def _in_order(document: Document, questions: Sequence[Question]) -> list[Question]:
-    """Questions in the order in which their facts stand: the first ones are far outside a window."""
-    return sorted(questions, key=lambda question: document.place(question.facts[0]))
+    return document, known
 
 
 def result_table(result: DemoResult) -> Table:
     """Answers and costs, a column for each method."""
     table = Table(title=f"{result.model}: questions about {result.tokens:,} tokens that were read", box=box.SIMPLE)
     table.add_column("", ratio=1)
-    for name in METHODS:
+    for name in result.columns:
         table.add_column(name, justify="right")
-    columns = [result.columns[name] for name in METHODS]
+    columns = result.columns.values()
     for number, question in enumerate(result.questions):
         marks = ["[green]right[/]" if column.right[number] else "[red]wrong[/]" for column in columns]
         table.add_row(Text(printable(question)), *marks)
