@@ -228,14 +228,11 @@ def _tuning_table(tuned: Sequence[Record]) -> list[str]:
 def _notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:
     """Explanations of marks, and the tasks that are left out."""
     substitutes = sorted({f"{name}: {label}" for r in records for name, label in r["substitutes"].items()})
-    lengths: dict[tuple[str, str], set[int]] = {}
-    for record in records:
-        if record["own_budget"]:
-            lengths.setdefault((record["method"], record["budget"]), set()).add(record["length"])
-    own = [
-        f"{method}, {' and '.join(f'{length:,}' for length in sorted(of_method))} tokens: {budget}"
-        for (method, budget), of_method in lengths.items()
-    ]
+    own = []
+    for method, of_method in _by([record for record in records if record["own_budget"]], "method").items():
+        for budget, of_budget in _by(of_method, "budget").items():
+            lengths = " and ".join(f"{length:,}" for length in sorted(_by(of_budget, "length")))
+            own.append(f"{method}, {lengths} tokens: {budget}")
     noted = ((_ORIGIN, substitutes), (f"{_OWN_BUDGET} Not at the bytes of the others:", own), ("Left out:", skipped))
     return [line for title, items in noted if items for line in (title, "", *(f"- {item}" for item in items), "")]
 

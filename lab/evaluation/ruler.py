@@ -150,7 +150,8 @@ def _needles(
             answers, kind = [value for i in asked for value in of_keys[i]], values
             parts: tuple[str, ...] = _NEEDLE_PARTS
             if len(answers) == 1:
-                parts, kind = tuple(map(_singular, parts)), kind[:-1]
+                parts = tuple(part.replace("Some", "A").replace("are all", "is").replace("are", "is") for part in parts)
+                kind = kind[:-1]
             *first, last = (drawn[i] for i in asked)
             query = f"{', '.join(first)}, and {last}" if first else last
             return _sample(parts, answers, kind=kind, query=query, context=context)
@@ -159,10 +160,6 @@ def _needles(
 
     needs = (*(("words",) if keys == "words" else ()), *(("essays",) if haystack == "essay" else ()))
     return _task(name, 128, haystack_of, needs)
-
-
-def _singular(template: str) -> str:
-    return template.replace("Some", "A").replace("are all", "is").replace("are", "is")
 
 
 def _hide_in_essay(rng: random.Random, needles: list[str], essay: Sequence[str], size: int) -> str:

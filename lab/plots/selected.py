@@ -89,27 +89,26 @@ def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "lay
     ids, policy = encode_prompt(lm, prompt), lm.method.cache
     most = lm.config.max_context
     require(len(ids) <= most, f"prompt has {len(ids)} tokens: {lm.name} has {most} positions")
+    if not (ranked := policy.num_ranked_blocks(len(ids))):
+        return np.ones((lm.config.num_layers, lm.config.num_kv_heads, len(ids)), bool)
     found = on_host(_selected(lm.for_programs(), *map(jnp.asarray, pad_tokens([ids]))))
     selected = np.stack([lm.in_model_order(layer, of_heads)[:, : len(ids)] for layer, of_heads in enumerate(found)])
-    return selected | (np.arange(len(ids)) >= policy.num_ranked_blocks(len(ids)) * policy.block_size)
+    return selected | (np.arange(len(ids)) >= ranked * policy.block_size)
 
 
 def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
     layout, policy = lm.cache_layout(1, tokens.shape[1]), lm.method.cache
-    if layout.has_ranked_blocks and policy.reader is not None:
+    if policy.reader is not None:
         _, held = read_everything(lm, tokens, lengths)
         selections = selections_by_repetition(lm, held, tokens, lengths)
         return jnp.stack([selection_mask(*each[:2], block_size=policy.block_size)[0] for each in selections])
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
-        attend = lm.method.prefill.attend
         heads = heads_of(lm.head_shards, layer, k.shape[2])
-        if not layout.has_ranked_blocks:
-            return attend(layer, heads, q, k, v, lengths, None, "auto").out, jnp.zeros((k.shape[2], k.shape[1]), bool)
         selection = policy.select(layer, heads, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
         selected = layout.regions(layer).fill(selection, k, v, block_size=policy.block_size)
         readable = selection_for_prefill(lm.method, layer, heads, selection, selected, k, v, "auto")
-        out = attend(layer, heads, q, k, v, lengths, readable, "auto").out
+        out = lm.method.prefill.attend(layer, heads, q, k, v, lengths, readable, "auto").out
         return out, selection_mask(selection.scores, selected.budgets, block_size=policy.block_size)[0]
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
