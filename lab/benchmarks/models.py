@@ -187,10 +187,7 @@ def random_model(
     weights: str | None = None,
     kv: str | None = None,
 ) -> LM:
-    """A model with normal(0.02) weights, into the residual stream over sqrt(2 layers); no tokenizer, no stop token.
-
-    On a mesh each device draws its part, and the devices share the KV heads as `policy` needs them.
-    """
+    """A model with normal(0.02) weights, no tokenizer and no stop token; devices share KV heads as `policy` needs."""
     config = dataclasses.replace(CONFIGS[name], max_positions=max_positions or CONFIGS[name].max_positions)
     if mesh is not None:
         check_mesh(mesh, config, name)

@@ -20,7 +20,7 @@ from tca_jax.cli.options import (
     SeedOption,
     WeightsOption,
 )
-from tca_jax.errors import UserError, require, require_name
+from tca_jax.errors import require, require_name
 from tca_jax.progress import progress
 
 if TYPE_CHECKING:
@@ -129,11 +129,12 @@ def evaluate(
     folder, specs = settings["out"], parse_methods(settings["methods"])
     untuned = tune is None and (trials is not None or tune_text)
     require(not untuned, "--trials and --tune-text say how to tune: they need --tune")
-    tuning = (
-        None
-        if tune is None
-        else make_tuning(parse_labels(tune), specs, trials=trials or _TRIALS, kv_share=kv_share, seed=seed)
-    )
+    tuning = None
+    if tune is not None:
+        tuning = make_tuning(parse_labels(tune), specs, trials=trials or _TRIALS, kv_share=kv_share, seed=seed)
+    tokens = _listed(settings["lengths"])
+    for length in tokens:
+        require(length.isdecimal(), f"--lengths {length}: must be numbers of tokens with commas between, as 4096,8192")
     require_writable(folder, "--out")
     running = ModelOptions(dtype=dtype, weights=weights, kv=kv, mesh=mesh)
     with opened(model, running, rows=batch) as (checkpoint, load):
@@ -142,7 +143,7 @@ def evaluate(
             checkpoint,
             specs,
             _listed(settings["tasks"]),
-            [_integer(item) for item in _listed(settings["lengths"])],
+            list(map(int, tokens)),
             _listed(settings["protocols"]),
             samples=settings["samples"],
             seed=seed,
@@ -175,13 +176,6 @@ def evaluate(
 
 def _listed(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"--lengths {text}: must be numbers of tokens with commas between, such as 4096,8192") from None
 
 
 def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | None, Profile | None]:

@@ -19,7 +19,6 @@ from tca_jax.cli.options import (
     ShareTokensOption,
 )
 from tca_jax.cli.profiles import profile_folder
-from tca_jax.errors import UserError
 from tca_jax.progress import progress
 
 
@@ -27,10 +26,7 @@ def _checked_png(path: Path) -> Path:
     """Refuses a file that is no PNG before anything is computed."""
     from tca_jax.lab.plots.figures import require_png
 
-    try:
-        require_png(path)
-    except UserError as error:
-        raise UserError(f"--out {error}") from None
+    require_png(path, "--out ")
     return path
 
 

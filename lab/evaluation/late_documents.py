@@ -81,10 +81,7 @@ def late_facts(rng: np.random.Generator, count: int) -> Iterator[LateFact]:
 def late_document(
     lm: LM, seed: int, tokens: int, half: Half = "test", folder: Path | None = None, facts: int = 12, copies: int = 4
 ) -> LateDocument:
-    """A document of `tokens` with facts of six kinds before the last `FREE_END` tokens, and the questions asked later.
-
-    Even seeds are of source code, odd ones of manuals; `copies` passages are asked for word for word.
-    """
+    """A document of `tokens` with facts of six kinds before the last `FREE_END` ones, and the questions asked later."""
     most = lm.config.max_context - ROW
     require(tokens <= most, f"tokens = {tokens}: must be at most {most}, so that questions fit after it")
     far = tokens >= 2 * FREE_END

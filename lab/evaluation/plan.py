@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import time
@@ -21,7 +20,7 @@ from tca_jax.lab.evaluation import recall_tasks, ruler, text_tasks
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec
 from tca_jax.lab.evaluation.results import FORMAT, TUNING, Job, Results
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Task
-from tca_jax.lab.evaluation.sources import Sources
+from tca_jax.lab.evaluation.sources import Sources, digest
 from tca_jax.lab.evaluation.text_tasks import TextTask
 from tca_jax.lab.evaluation.tuning import Tuning, tune
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
@@ -159,7 +158,7 @@ def run_plan(
 def _config(plan: Plan, builder: Builder) -> dict[str, Any]:
     """Settings that the results depend on."""
     lm, names = builder.lm, dict.fromkeys(name for task, _ in plan.drawn for name in TASKS[task].needs)
-    origins = {name: plan.sources.origin(name) for name in names}
+    origins, profiles = {name: plan.sources.origin(name) for name in names}, (builder.profile, builder.paper)
     return {
         "format": FORMAT,
         "model": lm.name,
@@ -171,12 +170,8 @@ def _config(plan: Plan, builder: Builder) -> dict[str, Any]:
         "samples": plan.samples,
         "kv_share": plan.kv_share,
         **({} if plan.tuning is None else {"trials": plan.tuning.trials}),
-        "profiles": [each and _digest(describe_method(each.method())) for each in (builder.profile, builder.paper)],
-        "texts": _digest(json.dumps([list(map(int, ids)) for ids in builder.texts()])),
+        "profiles": [each and digest(describe_method(each.method()).encode()) for each in profiles],
+        "texts": digest(json.dumps([list(map(int, ids)) for ids in builder.texts()]).encode()),
         "methods": [spec.label for spec in plan.methods],
         "sources": {name: dataclasses.asdict(origin) for name, origin in origins.items()},
     }
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

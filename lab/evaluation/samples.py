@@ -164,7 +164,6 @@ class Task:
             context,
             max_new_tokens=room,
             sampling=Sampling(),
-            min_new_tokens=0,
             seed=0,
             stop=(),
             stop_token_ids=None,

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tca_jax.cli.files import read_text
 from tca_jax.errors import explaining, require
 from tca_jax.lab.recall.corpus import corpus
 from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS
@@ -99,15 +100,16 @@ class Sources:
         """Origin of a source: a field's name, or "words"."""
         if name == "words":
             words = self.words
-            return Origin(_digest("\n".join(words.singles).encode()), words.origin, words.substitute)
+            return Origin(digest("\n".join(words.singles).encode()), words.origin, words.substitute)
         path: Path | None = getattr(self, name)
         if path is None:
             label = f"the source of Python {platform.python_version()}'s standard library"
-            return Origin(_digest(corpus("held-out")), label, substitute=True)
-        return Origin(_digest(path.read_bytes()), path.name)
+            return Origin(digest(corpus("held-out")), label, substitute=True)
+        return Origin(digest(path.read_bytes()), path.name)
 
 
-def _digest(data: bytes) -> str:
+def digest(data: bytes) -> str:
+    """SHA-256 of some content."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -115,7 +117,7 @@ def _text(path: Path | None, option: str) -> str:
     """A text, or the substitute."""
     if path is None:
         return corpus("held-out").decode("ascii")
-    content = read_json_file(path, option) if path.suffix == ".json" else {"text": decode(path, option)}
+    content = read_json_file(path, option) if path.suffix == ".json" else {"text": read_text(path, option)}
     holds = isinstance(content, dict) and isinstance(content.get("text"), str)
     require(holds, f'{option} {path}: must be an object with a "text", or a plain text file')
     require(content["text"].strip(), f"{option} {path} is empty: it must hold text")
@@ -126,9 +128,3 @@ def read_json_file(path: Path, option: str) -> Any:
     """Content of a JSON file."""
     with explaining(option, ValueError):
         return read_json(path)
-
-
-def decode(path: Path, option: str) -> str:
-    """Text of a UTF-8 file."""
-    with explaining(f"{option} {path} is not UTF-8 text", UnicodeDecodeError):
-        return path.read_bytes().decode("utf-8")

@@ -87,12 +87,9 @@ def run(
     table: Callable[[Sequence[Record]], str],
     *,
     until: float,
-    **more: Any,
+    **more: Any,  # added to each record
 ) -> None:
-    """Appends the records of each document, by its seed, until a monotonic time; prints the table of all records.
-
-    `more` is added to each record.
-    """
+    """Appends the records of each document, by its seed, until a monotonic time; prints the table of all records."""
     for seed in seeds:
         if time.monotonic() > until:
             break

@@ -67,20 +67,17 @@ class TextTask:
                 for ((after,), logprobs, share), _ in zip(each, chosen, strict=False)
             ]
             report(len(chosen))
-
-        def mean(values: list[Any]) -> float:
-            return float(np.mean(values))
-
-        values = {name: mean([sample[name] for sample in found]) for name in ("loss", "loss_inside")}
+        values = {name: float(np.mean([sample[name] for sample in found])) for name in found[0]}
+        attended = values.pop("attended_share")
         return {
             "metric": "loss",
             "score": values["loss"],
             "samples": found,
             "values": values,
-            "attended_share": mean([sample["attended_share"] for sample in found]),
-            "kv_cache_bytes": mean([each.kv_cache_bytes for each in stats]) / rows,
-            "full_kv_cache_bytes": mean([each.full_kv_cache_bytes for each in stats]) / rows,
-            "kept_share": mean([each.kept_share for each in stats]),
+            "attended_share": attended,
+            "kv_cache_bytes": float(np.mean([each.kv_cache_bytes for each in stats])) / rows,
+            "full_kv_cache_bytes": float(np.mean([each.full_kv_cache_bytes for each in stats])) / rows,
+            "kept_share": float(np.mean([each.kept_share for each in stats])),
         }
 
 

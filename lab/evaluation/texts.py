@@ -59,24 +59,17 @@ def draw(rng: np.random.Generator, kind: str, half: Half, characters: int, folde
     return text[start : start + characters]
 
 
-def collect(folder: Path) -> int:
-    """Copies all texts of this machine to a folder; returns their number. Names decide the half and stay."""
-    count = 0
-    for kind in KINDS:
-        for path in files(kind):
-            number = 0  # of the subfolder: names repeat
-            while (place := folder / kind / str(number) / path.name).exists():
-                number += 1
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, place)
-            count += 1
-    return count
-
-
 def main(to: Annotated[Path, typer.Option(help="Folder to copy the texts to; must not hold any yet.")]) -> None:
     """Copies the texts of this machine to a folder."""
     require(not to.exists() or not any(to.iterdir()), f"--to {to} is not empty: pass a new folder")
-    print(f"{collect(to)} files in {to}")
+    texts = [(kind, path) for kind in KINDS for path in files(kind)]
+    for kind, path in texts:  # the name stays: it decides the half
+        number = 0  # of the subfolder: names repeat
+        while (place := to / kind / str(number) / path.name).exists():
+            number += 1
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
+    print(f"{len(texts)} files in {to}")
 
 
 if __name__ == "__main__":

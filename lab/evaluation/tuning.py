@@ -117,10 +117,7 @@ def _trials(tuning: Tuning, spec: MethodSpec, builder: Builder, full: Mapping[st
 
 
 def _measure(lm: LM, texts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Mean losses inside texts, and of their ends and of repeated passages over the cache of the rest; attended share.
-
-    Losses are in nats per token. Ends and passages count half each.
-    """
+    """Mean losses inside texts, and of their ends and of repeated passages over the rest's cache; attended share."""
     inside, following, attended = [], [], []
     for ids in map(list, texts):
         document, scores = ids[:-_END], score(lm, [ids])

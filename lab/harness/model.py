@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
-
-try:
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import postprocess_generated_text
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ImportError as error:
-    advice = "the adapter needs lm-evaluation-harness: pip install 'lm-eval[ruler,longbench]'"
-    raise ImportError(f"{advice} ({error})") from error
 
 import tca_jax
 from tca_jax.calibration.profile import budgets_of
@@ -145,7 +140,7 @@ class HarnessLM(TemplateLM):
             for start in range(0, len(of_prompt), _ANSWERS)
         ]
         results: list[Any] = [None] * len(requests)
-        for batch, rows in self._batches(questions, [len(prompt) for prompt, _ in questions], disable_tqdm):
+        for batch, rows in self._batches(questions, lambda question: len(question[0]), disable_tqdm):
             times = 1 << (max(len(some) for _, some in rows) - 1).bit_length()
             given = [[answers[i] for i in (*some, *some[-1:] * (times - len(some)))] for _, some in rows]
             scores = score_answers(self.lm, [prompt for prompt, _ in rows], given, backend=self._backend)
@@ -168,7 +163,7 @@ class HarnessLM(TemplateLM):
             for context, predicted in map(make_disjoint_window, split):
                 windows.append(([*context, *predicted], len(predicted), i))
         totals = [0.0] * len(requests)
-        for batch, rows in self._batches(windows, [len(tokens) for tokens, _, _ in windows], disable_tqdm):
+        for batch, rows in self._batches(windows, lambda window: len(window[0]), disable_tqdm):
             logprobs = tca_jax.score(self.lm, [tokens for tokens, _, _ in rows], backend=self._backend).logprobs
             for (_, count, i), of_text in zip(batch, logprobs, strict=False):
                 totals[i] += float(of_text[len(of_text) - count :].sum())
@@ -193,7 +188,7 @@ class HarnessLM(TemplateLM):
             room = self.max_length - options["max_new_tokens"]
             cut += [len(encoded[i]) > room for i in places]
             stops = {*self.lm.eos_token_ids, *(special[text] for text in options["stop"] if text in special)}
-            for batch, rows in self._batches(places, [len(encoded[i]) for i in places], disable_tqdm):
+            for batch, rows in self._batches(places, lambda i: len(encoded[i]), disable_tqdm):
                 seed = (self._seed + sampled) % 2**32  # repeats of a question differ
                 sampled += options["temperature"] > 0
                 given = {**options, "stop_token_ids": sorted(stops), "seed": seed, "backend": self._backend}
@@ -207,11 +202,10 @@ class HarnessLM(TemplateLM):
         return results
 
     def _batches(
-        self, items: Sequence[Item], lengths: Sequence[int], quiet: bool
+        self, items: Sequence[Item], length: Callable[[Item], int], quiet: bool
     ) -> Iterator[tuple[Sequence[Item], list[Item]]]:
         """Batches, the longest first, as they are and with the last item repeated: all have one number of rows."""
-        order = sorted(range(len(items)), key=lengths.__getitem__, reverse=True)
-        cut = list(batches([items[i] for i in order], min(self._rows, len(items)) or 1))
+        cut = list(batches(sorted(items, key=length, reverse=True), min(self._rows, len(items)) or 1))
         yield from tqdm(cut, disable=quiet, desc="tca_jax")
 
     def _warn_cut(self, cut: Sequence[bool]) -> None:
@@ -237,10 +231,7 @@ class HarnessLM(TemplateLM):
 def load_model(
     pretrained: Any, profile: Any, method: str | None, options: dict[str, Any], revision: str | None, **stored: Any
 ) -> LM:
-    """The model that `pretrained`, `profile` and `method` name; `stored` are dtype, weights and kv of `tca_jax.load`.
-
-    With a profile, one part of the method must be the profile's, as in "streaming+tca"; it takes the profile's budgets.
-    """
+    """The model of `pretrained`, `profile` and `method`; `stored` are dtype, weights and kv of `tca_jax.load`."""
     known = method is not None or not options
     require(known, f"model arguments {sorted(options)}: unknown, and options of a method need method=")
     if isinstance(pretrained, LM):
@@ -262,18 +253,14 @@ def load_model(
 def generation_options(
     given: Mapping[str, Any], max_gen_toks: int, repetition_penalty: float | None = None
 ) -> dict[str, Any]:
-    """Arguments of `tca_jax.generate` from a task's, such as {"until": ["\\n"], "do_sample": False}.
-
-    Without do_sample a temperature above 0 samples; do_sample without a temperature samples at 1. `max_gen_toks` and
-    `repetition_penalty` are defaults.
-    """
+    """Arguments of `tca_jax.generate` from a task's, such as {"until": ["\\n"]}; the others are defaults."""
     options = dict(given)
     most = [value for name in _MOST_TOKENS if (value := options.pop(name, None)) is not None]
     until, do_sample = options.pop("until", None) or (), options.pop("do_sample", None)
     temperature = options.pop("temperature", None)
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     require(temperature is None or is_number, f"generation option temperature = {temperature!r}: must be a number")
-    if do_sample is not None:
+    if do_sample is not None:  # without it a temperature above 0 samples
         temperature = (1 if temperature is None else temperature) if do_sample else 0
     sampling = {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
     sampling |= {name: value for name in _SAMPLING if (value := options.pop(name, None)) is not None}

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.files import replacing
 
 PathLike = str | os.PathLike[str]
@@ -54,10 +54,10 @@ def titled(text: str, name: str) -> str:
     return text + ("\n" if len(shown) > 25 else " ") + f"({shown})"
 
 
-def require_png(path: PathLike) -> None:
+def require_png(path: PathLike, option: str = "") -> None:
     """Raises ValueError unless the name ends in .png or, as a pipe's may, has no ending."""
-    if Path(path).suffix.lower() not in ("", ".png"):
-        raise UserError(f"{os.fspath(path)}: pictures are PNG files; the name must end in .png")
+    allowed = Path(path).suffix.lower() in ("", ".png")
+    require(allowed, f"{option}{os.fspath(path)}: pictures are PNG files; the name must end in .png")
 
 
 def write(figure: Figure, path: PathLike) -> Path:

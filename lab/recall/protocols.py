@@ -53,17 +53,12 @@ def chat_question(question: Question, eos: str = "<|eos|>") -> str:
 
 def is_correct(question: Question, text: str, protocol: str) -> bool:
     """Whether a model's continuation is exactly the answer, in a chat after a preamble."""
-    require_protocol(protocol)
+    require_name(f"protocol = {protocol!r}", protocol, PROTOCOLS)
     if protocol == "prefix":
         return text == f"{question.answer}."
     before = text.removesuffix(question.sentence)
     # A first attempt that was wrong is no preamble.
     return before != text and question.lead not in before and len(before) <= 2 * max(map(len, PREAMBLES))
-
-
-def require_protocol(protocol: str) -> None:
-    """ValueError for an unknown protocol."""
-    require_name(f"protocol = {protocol!r}", protocol, PROTOCOLS)
 
 
 def chat_answer(question: Question, preamble: int = 0) -> str:

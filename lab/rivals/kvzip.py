@@ -48,7 +48,8 @@ class KVzipCache(PromptCompression):
         return read_and_repeat
 
     def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> KVzipCache:
-        return dataclasses.replace(self, repetition=self.repetition.worded(OPENING, CONTINUING, wording))
+        ids = () if wording is None else (wording.ids(OPENING), wording.ids(CONTINUING), wording.before_answer())
+        return dataclasses.replace(self, repetition=Repetition(self.repetition.chunk, self.repetition.sinks, *ids))
 
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         base = PromptCompression if self.level == "uniform" else GrowingCache

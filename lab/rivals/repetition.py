@@ -18,7 +18,6 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import heads_of
 from tca_jax.engine.read import Read, read_prompts
 from tca_jax.lab.rivals.compression import over_heads
-from tca_jax.methods.base import Wording
 from tca_jax.methods.full import FullCache
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
@@ -38,11 +37,6 @@ class Repetition:
     # of that for any other, which the last `CARRIED` tokens of the chunk before complete
     continuing: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()  # token ids between a request and the chunk
-
-    def worded(self, opening: str, continuing: str, wording: Wording | None) -> Repetition:
-        """The same in words of a model; without words for None."""
-        ids = () if wording is None else (wording.ids(opening), wording.ids(continuing), wording.before_answer())
-        return Repetition(self.chunk, self.sinks, *ids)
 
 
 def read_and_repeat(
