@@ -63,17 +63,6 @@ class Case:
         selected = self.select(q, k, v, n)
         return self.attend(q, k, v, n, selected).out, None if selected is None else selected[0]
 
-    def kept_share(self, selected: Any, tokens: int) -> float:
-        """Share of the prompt's tokens in cache and window."""
-        if selected is None:
-            return 1.0
-        return float(np.mean(np.asarray(selected[0].pool.lengths)) + self.method.cache.window) / tokens
-
-
-def full_attention(q: Array, k: Array, v: Array) -> Array:
-    """The baseline: exact causal attention."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if can_run("cudnn") else "xla")
-
 
 def attention_inputs(config: ModelConfig, tokens: int, seed: int) -> tuple[Array, Array, Array, Array]:
     """Random q `[1, L, H_q, d]`, k and v `[1, L, H_kv, d]` in bfloat16, and the length `[1]`."""
@@ -89,8 +78,9 @@ def measure(model: str, tokens: int, cases: Sequence[Case], repeats: int) -> lis
     """A row for each case; all take turns with full attention."""
     config = shapes.CONFIGS[model]
     inputs = attention_inputs(config, tokens, seed=tokens)
-    full = jax.jit(full_attention)
-    calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
+    implementation: Any = "cudnn" if can_run("cudnn") else "xla"
+    full = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+    calls: dict[Any, Callable[[], Any]] = {"full": functools.partial(jax.jit(full), *inputs[:3])}
     rows: list[common.Row] = []
     for i, case in enumerate(cases):
         select = jax.jit(case.select)
@@ -100,7 +90,8 @@ def measure(model: str, tokens: int, cases: Sequence[Case], repeats: int) -> lis
         if selected is not None:
             calls[i, "selection"] = functools.partial(select, *inputs)
         row = {"model": model, "tokens": tokens, "attention": case.name, "backend": case.backend}
-        row |= {"kept": case.kept_share(selected, tokens), "area": float(pairs[0] / causal_pairs(inputs[3])[0])}
+        held = tokens if selected is None else np.mean(np.asarray(selected[0].pool.lengths)) + case.method.cache.window
+        row |= {"kept": float(held / tokens), "area": float(pairs[0] / causal_pairs(inputs[3])[0])}
         rows.append(row | {"error": check(config, case, min(tokens, common.CHECKED_TOKENS))})
     seconds = common.time_in_turns(calls, repeats)
     flops = 4 * config.head_dim * config.num_heads * tokens**2 / 2

@@ -19,7 +19,6 @@ from tca_jax.lab.evaluation import first_answer, late_facts, reading_loss
 from tca_jax.lab.evaluation.sticks import Record, grouped, read_records
 from tca_jax.lab.plots import curves, figures
 
-_PAGE, _FIRST_ANSWER, _PICTURE = "real-models.md", "first-answer.md", "docs/images/real-models.png"
 _DRAWN = ("qwen-1.5b.gguf", 8_192)
 _COMMAND = "python -m tca_jax.lab.evaluation"
 
@@ -104,8 +103,7 @@ def draw(records: Sequence[Record], path: Path, drawn: tuple[str, int] = _DRAWN)
     axes.set_title(f"{drawn[0]}, {drawn[1]:,} tokens: questions after the document was read", fontsize=11)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_xlim(0, 0.95)
-    axes.set_ylim(-0.03, 1.03)
+    axes.set(xlim=(0, 0.95), ylim=(-0.03, 1.03))
     axes.grid(alpha=0.3)
     curves.label_ends(axes)
     return figures.write(figure, path)
@@ -116,9 +114,9 @@ def main(
     root: Annotated[Path, typer.Option(help="The checkout.")] = Path(),
 ) -> None:
     """Writes the pages and the picture."""
-    for name, text in ((_PAGE, real_models_page(records)), (_FIRST_ANSWER, first_answer_page(records))):
+    for name, text in (("real-models.md", real_models_page(records)), ("first-answer.md", first_answer_page(records))):
         (root / "lab/results" / name).write_text(text, "utf-8")
-    draw(read_records(records, late_facts.STICK), root / _PICTURE)
+    draw(read_records(records, late_facts.STICK), root / "docs/images/real-models.png")
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def _hide_in_essay(rng: random.Random, needles: list[str], essay: Sequence[str],
 # Variable tracking: a chain of assignments in noise, after a worked example.
 
 _CHAIN_PARTS = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}",
+    "{example}Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}",
     "\nQuestion: Find all variables that are assigned the value {query} in the text above.",
     " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
     "value {query}, they are: ",
@@ -190,8 +190,8 @@ _EXAMPLE_TOKENS = 500
 def _tracking(drawing: Drawing) -> tuple[int, Maker]:
     def example(rng: random.Random, size: int) -> str:
         """A smaller task with its answer."""
-        document, question, lead, names = _chain(rng, size, _EXAMPLE_LETTERS)
-        return f"{document}{question}{lead} {' '.join(names)}\n"
+        fields, names = _chain(rng, size, _EXAMPLE_LETTERS)
+        return f"{''.join(_CHAIN_PARTS).format(example='', **fields)} {' '.join(names)}\n"
 
     def fits(size: int) -> bool:
         text = example(_seeded(drawing.seed, drawing.length, "vt", "example", size), size)
@@ -200,14 +200,14 @@ def _tracking(drawing: Drawing) -> tuple[int, Maker]:
     noise = largest(fits, _HOPS + 1) or _HOPS + 1
 
     def make(rng: random.Random, size: int, index: int) -> Sample:
-        document, question, lead, names = _chain(rng, size, _LETTERS)
-        return Sample(asked_with_lead(f"{example(rng, noise)}\n{document}", question, lead), tuple(names))
+        fields, names = _chain(rng, size, _LETTERS)
+        return _sample(_CHAIN_PARTS, names, example=f"{example(rng, noise)}\n", **fields)
 
     return _HOPS + 1, make
 
 
-def _chain(rng: random.Random, size: int, letters: int) -> tuple[str, str, str, list[str]]:
-    """Document, question, first words of the answer, and the variables of the answer."""
+def _chain(rng: random.Random, size: int, letters: int) -> tuple[dict[str, object], list[str]]:
+    """Fields of `_CHAIN_PARTS`, and the variables of the answer."""
     names: list[str] = []
     while len(names) <= _HOPS:
         name = "".join(rng.choices(string.ascii_uppercase, k=letters))
@@ -220,8 +220,7 @@ def _chain(rng: random.Random, size: int, letters: int) -> tuple[str, str, str, 
     for i, place in enumerate(sorted(rng.sample(range(size), len(chain)))):
         lines.insert(place + i, chain[i])
     context = "\n".join(lines).replace(". \n", ".\n")
-    document, question, lead = (part.format(context=context, query=value, count=len(names)) for part in _CHAIN_PARTS)
-    return document, question, lead, names
+    return {"context": context, "query": value, "count": len(names)}, names
 
 
 # Aggregation: the most common words of a numbered list and of a coded text.
