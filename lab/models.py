@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from tca_jax.cli.errors import users_message
-from tca_jax.errors import UserError, explaining
+from tca_jax.errors import UserError, explaining, require_name
 from tca_jax.files import naming
 
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, KeyError)  # of a wheel, in zipfile
@@ -75,8 +75,9 @@ def models_folder() -> Path:
 
 def find(alias: str, folder: Path | None = None) -> Path | None:
     """The file of a fetched checkpoint, or None. Compares its size only; `fetch` compares the SHA-256 too."""
-    model, path = _model(alias), (folder or models_folder()) / f"{alias}.gguf"
-    return path if path.is_file() and path.stat().st_size == model.size else None
+    require_name(f"alias = {alias!r}", alias, MODELS)
+    path = (folder or models_folder()) / f"{alias}.gguf"
+    return path if path.is_file() and path.stat().st_size == MODELS[alias].size else None
 
 
 def fetch(alias: str, folder: Path | None = None) -> Path:
@@ -84,7 +85,8 @@ def fetch(alias: str, folder: Path | None = None) -> Path:
 
     An interrupted fetch resumes.
     """
-    model, folder = _model(alias), folder or models_folder()
+    require_name(f"alias = {alias!r}", alias, MODELS)
+    model, folder = MODELS[alias], folder or models_folder()
     path = folder / f"{alias}.gguf"
     if path.exists():
         if (fault := _fault(path, model)) is None:
@@ -103,12 +105,6 @@ def fetch(alias: str, folder: Path | None = None) -> Path:
 
 def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _model(alias: str) -> ModelFile:
-    if alias not in MODELS:
-        raise UserError(f"alias = {alias!r}: must be one of {', '.join(MODELS)}")
-    return MODELS[alias]
 
 
 def _fault(path: Path, model: ModelFile) -> str | None:

@@ -32,7 +32,9 @@ def _checked_png(path: Path) -> Path:
 
 PictureOption = Annotated[Path, typer.Option(help="PNG to write.", callback=_checked_png)]
 
-app = typer.Typer(help="Draw budgets, kept tokens and results.")
+app = typer.Typer(
+    help="Draw budgets, kept tokens and results.", result_callback=lambda picture: print(f"Picture: {picture}")
+)
 
 
 @app.command()
@@ -40,7 +42,7 @@ def budgets(
     profile: SavedProfileArgument,
     tokens: ShareTokensOption = None,
     out: PictureOption = Path("out/budgets.png"),
-) -> None:
+) -> Path:
     """Draw what each KV head keeps of a prompt, and what a prompt's own queries attend to.
 
     Example: [bold]tca-jax plot budgets shipped --tokens 8192[/]
@@ -51,7 +53,7 @@ def budgets(
     p = Profile.load(profile_folder(profile))
     tokens = tokens or max((source["tokens"] for source in p.sources), default=131072)
     shares, prefill = p.kept_share(tokens), p.prefill_kept_share(tokens)
-    _print_path(plot_kept_share(shares, tokens, p.model_name, out, prefill_share=prefill))
+    return plot_kept_share(shares, tokens, p.model_name, out, prefill_share=prefill)
 
 
 @app.command()
@@ -63,7 +65,7 @@ def selected(
     around: Annotated[str | None, typer.Option(help="Outline the first line with these words, on its page.")] = None,
     start: Annotated[int, typer.Option(help="First token of the page.", min=0, max=LARGEST)] = 0,
     out: PictureOption = Path("out/selected.png"),
-) -> None:
+) -> Path:
     """Draw which tokens the heads keep of a text: of all of it, and over a page of it.
 
     What is kept depends on how the prompt ends: --question asks something.
@@ -83,8 +85,7 @@ def selected(
         lm = load()
     with progress() as report, naming_options("around", "start"):
         report(f"compiling, and reading {len(ids):,} tokens", None, None)
-        picture = plot_selected_tokens(lm, ids, out, start=start, around=around)
-    _print_path(picture)
+        return plot_selected_tokens(lm, ids, out, start=start, around=around)
 
 
 @app.command()
@@ -94,7 +95,7 @@ def latency(
         int, typer.Option(help="Tokens decoded behind a benchmark's prompt.", min=1, max=LARGEST)
     ] = 256,
     out: PictureOption = Path("out/latency.png"),
-) -> None:
+) -> Path:
     """Draw where the time goes, from what bench or generate wrote.
 
     Takes results of [bold]bench end-to-end[/], which are drawn in parts beside those of [bold]bench attention[/], and
@@ -110,7 +111,7 @@ def latency(
     records = {str(path): read_results(path) if path.suffix == ".jsonl" else read_json_object(path) for path in results}
     bars = latency_bars(records, new_tokens=new_tokens)
     devices = {record["environment"]["device"] for record in records.values() if "environment" in record}
-    _print_path(plot_latency(bars, ", ".join(["Where the time goes", *sorted(devices)]), out))
+    return plot_latency(bars, ", ".join(["Where the time goes", *sorted(devices)]), out)
 
 
 @app.command()
@@ -120,7 +121,7 @@ def accuracy(
         str | None, typer.Option(help="late, preamble or prefix.", show_default="all, a panel each")
     ] = None,
     out: PictureOption = Path("out/accuracy.png"),
-) -> None:
+) -> Path:
     """Draw right answers against the bytes of the KV cache: a panel a protocol and model, a curve a method.
 
     Example: [bold]tca-jax plot accuracy lab/results/zoo-curves.json --protocol late[/]
@@ -128,14 +129,14 @@ def accuracy(
     from tca_jax.lab.plots import plot_accuracy
     from tca_jax.lab.plots.results import accuracy_panels
 
-    _print_path(plot_accuracy(accuracy_panels(results, protocol), out))
+    return plot_accuracy(accuracy_panels(results, protocol), out)
 
 
 @app.command()
 def reading(
     results: Annotated[Path, typer.Argument(help="JSON such as lab/results/zoo-curves.json.", show_default=False)],
     out: PictureOption = Path("out/reading.png"),
-) -> None:
+) -> Path:
     """Draw loss inside the text against the attended share: a panel a model, a curve a method.
 
     Example: [bold]tca-jax plot reading lab/results/zoo-curves.json[/]
@@ -143,8 +144,4 @@ def reading(
     from tca_jax.lab.plots import plot_reading
     from tca_jax.lab.plots.results import reading_panels
 
-    _print_path(plot_reading(reading_panels(results), out))
-
-
-def _print_path(path: Path) -> None:
-    print(f"Picture: {path}")
+    return plot_reading(reading_panels(results), out)

@@ -106,10 +106,8 @@ class Builder:
             return held_share(with_steps(self.lm.on_one_device, count), tokens)
 
         fitting = bisect.bisect_right(range(len(steps) + 1), kv_share, key=held)
-        least = (
-            f"must be at least {least_share(held(0))}, which window, reserve and candidate 0 take of full attention's"
-        )
-        require(fitting, f"kv_share = {kv_share}: {least} bytes at {tokens} tokens")
+        least = f"must be at least {least_share(held(0))}, which window, reserve and candidate 0 take of"
+        require(fitting, f"kv_share = {kv_share}: {least} full attention's bytes at {tokens} tokens")
         return with_steps(self.lm, fitting - 1)
 
     def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:

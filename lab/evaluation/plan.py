@@ -135,21 +135,19 @@ def run_plan(
             done += count
             report(job, done, total)
 
-        record = task.measure(method.lm, samples, job.protocol, plan.batch, advance)
+        measured = task.measure(method.lm, samples, job.protocol, plan.batch, advance)
         origins = {name: plan.sources.origin(name) for name in task.needs}
-        results.write(
-            job,
-            {
-                "suite": task.suite,
-                **record,
-                "budget": method.budget,
-                "own_budget": method.own_budget,
-                "substitutes": {name: origin.label for name, origin in origins.items() if origin.substitute},
-                "device": jax.local_devices()[0].device_kind,
-                "library_version": version("tca-jax"),
-                "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            },
-        )
+        record = {
+            "suite": task.suite,
+            **measured,
+            "budget": method.budget,
+            "own_budget": method.own_budget,
+            "substitutes": {name: origin.label for name, origin in origins.items() if origin.substitute},
+            "device": jax.local_devices()[0].device_kind,
+            "library_version": version("tca-jax"),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        results.write(job, record)
         results.write_table(plan.skipped)
     results.write_table(plan.skipped)
     return results.read_all()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tca_jax.errors import explaining, require
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Prompt, Sample, Task, asked_with_lead
-from tca_jax.lab.evaluation.sources import Sources, read_json_file
+from tca_jax.lab.evaluation.sources import Sources, load_words, read_json_file
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -125,7 +125,7 @@ def _needles(
 
         def draw(rng: random.Random, kind: str) -> str:
             if kind == "words":
-                return drawing.sources.words.draw_pair(rng)
+                return load_words().draw_pair(rng)
             if kind == "numbers":
                 return str(rng.randint(10**6, 10**7 - 1))
             return str(uuid.UUID(int=rng.getrandbits(128), version=4))
@@ -245,7 +245,7 @@ def _common_words(drawing: Drawing) -> tuple[int, Maker]:
 
     def listed(rng: random.Random, count: int, repeats: tuple[int, int]) -> tuple[str, list[str]]:
         """A list of `count` different words, each repeated, and the ten most common ones."""
-        drawn = drawing.sources.words.draw_distinct(rng, count)
+        drawn = load_words().draw_distinct(rng, count)
         words = drawn[:_COMMON] * repeats[0] + drawn[_COMMON:] * repeats[1]
         rng.shuffle(words)
         return numbered(words), drawn[:_COMMON]

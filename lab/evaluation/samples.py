@@ -174,16 +174,13 @@ class Task:
         if not request.is_finished(state) and (left := limit - request.steps(state)) > 0:
             state = request.advance(state, left)
         out, rows = output_of(request, state), len(prompts)
-        return (
-            out.text,
-            out.stats.new_tokens,
-            {
-                "kv_cache_bytes": out.stats.kv_cache_bytes / rows,
-                "full_kv_cache_bytes": out.stats.full_kv_cache_bytes / rows,  # under full attention
-                "attended_share": out.stats.attended_share,  # of a prompt's causal pairs, or of the document's
-                "kept_share": kept,  # of the prompt's tokens, after prefill
-            },
-        )
+        costs = {
+            "kv_cache_bytes": out.stats.kv_cache_bytes / rows,
+            "full_kv_cache_bytes": out.stats.full_kv_cache_bytes / rows,  # under full attention
+            "attended_share": out.stats.attended_share,  # of a prompt's causal pairs, or of the document's
+            "kept_share": kept,  # of the prompt's tokens, after prefill
+        }
+        return out.text, out.stats.new_tokens, costs
 
 
 def _encoded(lm: LM, samples: Sequence[Sample], protocol: str) -> _Encoded:

@@ -91,15 +91,10 @@ class Sources:
         """Text for loss."""
         return _text(self.text, "--text")
 
-    @property
-    def words(self) -> Words:
-        """Words for keys and lists."""
-        return load_words()
-
     def origin(self, name: str) -> Origin:
         """Origin of a source: a field's name, or "words"."""
         if name == "words":
-            words = self.words
+            words = load_words()
             return Origin(digest("\n".join(words.singles).encode()), words.origin, words.substitute)
         path: Path | None = getattr(self, name)
         if path is None:

@@ -58,11 +58,9 @@ def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question]
     facts = [facts[i] for i in rng.permutation(len(facts)).tolist()]
     text, fact_bytes = corpus(split), sum(len(fact.line) for fact in facts)
     body_bytes = num_bytes - fact_bytes
-    require(
-        0 <= body_bytes <= len(text),
-        f"num_bytes = {num_bytes}: the facts take {fact_bytes} bytes and the {split!r} text has {len(text)}: "
-        f"must lie in [{fact_bytes}, {fact_bytes + len(text)}]",
-    )
+    limits = f"must lie in [{fact_bytes}, {fact_bytes + len(text)}]"
+    sizes = f"the facts take {fact_bytes} bytes and the {split!r} text has {len(text)}"
+    require(0 <= body_bytes <= len(text), f"num_bytes = {num_bytes}: {sizes}: {limits}")
     starts = line_starts(split)
     start = int(starts[rng.integers(bisect_left(starts, len(text) - body_bytes + 1))])
     # Uniform bytes, each moved to the next line boundary.
