@@ -32,9 +32,7 @@ def _checked_png(path: Path) -> Path:
 
 PictureOption = Annotated[Path, typer.Option(help="PNG to write.", callback=_checked_png)]
 
-app = typer.Typer(
-    help="Draw budgets, kept tokens and results.", result_callback=lambda picture: print(f"Picture: {picture}")
-)
+app = typer.Typer(help="Draw budgets, kept tokens and results.", result_callback=lambda path: print("Picture:", path))
 
 
 @app.command()

@@ -38,7 +38,7 @@ def measure(
     """In this process: load, an answer to `tokens`, one to `second` tokens, one under the `other` profile."""
     compilations, started = Compilations(), time.monotonic()
     lm = tca_jax.load(model, profile=profile)
-    record: Record = {"model": lm.name, "load": time.monotonic() - started, "device": sticks.device_name()}
+    record: Record = {"model": lm.name, "load": time.monotonic() - started, "device": jax.devices()[0].device_kind}
     (ids,) = calibration_texts(lm, 1, max(tokens, second), texts)
     record |= _first(lm, ids[:tokens], compilations, "")
     record |= _first(lm, ids[:second], compilations, "second_length_")
@@ -138,7 +138,7 @@ def calibrate(
             "peak_bytes": int(peak),
             "profile_bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         }
-        _add(out, record | figures | {"texts": count, "device": sticks.device_name()})
+        _add(out, record | figures | {"texts": count, "device": jax.devices()[0].device_kind})
     print(calibration_table(sticks.read_records([out], CALIBRATION)))
 
 

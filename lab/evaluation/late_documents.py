@@ -185,8 +185,7 @@ def repeating_document(
 
 def calibration_texts(lm: LM, count: int, tokens: int, folder: Path | None = None) -> list[list[int]]:
     """Texts of the calibration half, of both kinds in turn, as token ids."""
-    rngs = (np.random.default_rng(1_000 + seed) for seed in range(count))
-    texts = [draw_text(rng, seed, "calibration", tokens, folder) for seed, rng in enumerate(rngs)]
+    texts = [draw_text(np.random.default_rng(1_000 + i), i, "calibration", tokens, folder) for i in range(count)]
     return [encode_verbatim(lm, text)[:tokens] for text in texts]
 
 

@@ -90,10 +90,11 @@ def run(
     **more: Any,  # added to each record
 ) -> None:
     """Appends the records of each document, by its seed, until a monotonic time; prints the table of all records."""
+    device = jax.devices()[0].device_kind
     for seed in seeds:
         if time.monotonic() > until:
             break
-        common = {"stick": stick, "model": lm.name, "tokens": tokens, "seed": seed, "device": device_name(), **more}
+        common = {"stick": stick, "model": lm.name, "tokens": tokens, "seed": seed, "device": device, **more}
         for record in measure(seed):
             append(out, common | record)
         print(f"document {seed} is done", flush=True)
@@ -138,11 +139,6 @@ def interval(numerators: Sequence[float], denominators: Sequence[float]) -> tupl
         ratios = np.where(sums[1] > 0, sums[0] / sums[1], np.nan)
     low, high = np.nanquantile(ratios[1:], (0.025, 0.975)) if np.isfinite(ratios[0]) else (np.nan, np.nan)
     return float(ratios[0]), float(low), float(high)
-
-
-def device_name() -> str:
-    """The device of the figures."""
-    return str(jax.devices()[0].device_kind)
 
 
 def titled_tables(

@@ -10,6 +10,7 @@ when a block leaves the window of any row.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -91,10 +92,8 @@ def page_scores(q: Float[Array, "B Hq d"], cache: Pages, bounds: Bounds) -> Floa
     grouped = q.astype(jnp.float32).reshape(len(q), least.shape[1], -1, q.shape[-1])
     # Of a group, the mean of the bounds is the bound of the means of the queries' positive and negative parts.
     positive, negative = (jnp.maximum(x, 0).mean(axis=2) for x in (grouped, -grouped))
-    exact = jax.lax.Precision.HIGHEST
-    scores = jnp.einsum("bhd,bhcd->bhc", positive, greatest, precision=exact) - jnp.einsum(
-        "bhd,bhcd->bhc", negative, least, precision=exact
-    )
+    product = functools.partial(jnp.einsum, "bhd,bhcd->bhc", precision="highest")
+    scores = product(positive, greatest) - product(negative, least)
     held = jnp.arange(cache.kept_columns) * cache.page_size < cache.kept[..., None]
     return jnp.where(jnp.repeat(held, times, axis=0), scores, -jnp.inf)
 
