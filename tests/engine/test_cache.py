@@ -78,6 +78,16 @@ def test_heads_that_share_pages_have_their_own():
     assert (pages >= -(-np.array(held) // 8) + fed).all()
 
 
+def test_layers_that_share_pages_have_enough():
+    policy = methods.get("kvzip", share=0.3, block_size=8, window=16).cache
+    layout = CacheLayout.plan(policy, 4, 3, 1, 1200, 40)
+    (together, of_head), *more = layout.shared_pages
+    assert not more
+    assert layout.pool_layers == 4
+    assert of_head >= 5  # of what is fed
+    assert layout.shared_by_row(0) == together + of_head * 3 * 4
+
+
 def test_windows_are_no_longer_than_needed():
     short = plan((3, 3), 2, 300, 20, tca_jax.TCAConfig())
     assert (short.num_window_pages, short.window_columns, short.kept_pages) == (3, 3, (((0, 0),),))

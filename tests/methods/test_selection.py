@@ -151,6 +151,16 @@ def test_massless_blocks_have_a_flat_index():
         np.testing.assert_allclose(block_density(scored, jnp.array([2]), config)[0, 0, :2], expected, rtol=1e-6)
 
 
+def test_index_of_single_tokens_and_flat_blocks():
+    single, flat = np.eye(8)[0] / 2, np.full(8, 1 / 16)
+    scored = _scored(np.concatenate([single, flat, np.zeros(16)])[None, None])
+    for index, expected in (("hhi", 1 - 1 / 8), ("entropy", 1.0)):
+        config = TCAConfig(block_size=8, window=16, index=index, alpha=1.0)
+        found = np.asarray(block_density(scored, jnp.array([2]), config))[0, 0, :2]
+        np.testing.assert_allclose(found[0] - found[1], expected, rtol=1e-6)
+        np.testing.assert_allclose(found[0], 1.0, rtol=1e-6)
+
+
 def test_blocks_of_one_token_are_fully_concentrated():
     scored = _scored(np.full((1, 1, 4), 0.25), block_size=1)
     for index in ("hhi", "entropy"):
