@@ -37,7 +37,7 @@ def plot_kept_share(
     title = f"KV cache kept after {num_tokens:,} tokens: {share.mean():.1%} on average"
     maps = [(figures.titled(title, name), share, "tokens kept")]
     if prefill_share is not None:
-        title = f"Prefill of such a prompt attends to {prefill_share.mean():.1%} on average"
+        title = f"Pairs that its prefill attends to: {prefill_share.mean():.1%} on average"
         maps.append((title, prefill_share, "tokens attended to"))
     width, height = np.clip(1.5 + 0.4 * share.shape[0], 8, 16), np.clip(1.2 + 0.35 * share.shape[1], 2.2, 10)
     figure = Figure(figsize=(float(width), float(height) * len(maps)), dpi=figures.DPI, layout="constrained")
