@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import re
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +36,10 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import encode_verbatim
 from tca_jax.errors import require
-from tca_jax.lab.benchmarks.common import Compilations
+from tca_jax.lab.benchmarks.common import Compilations, peak_memory
 from tca_jax.lab.evaluation import late_facts, reading_loss, real_models, sticks
 from tca_jax.lab.evaluation.by_layers import Answers, MaskedRead, ask, question_scores, read_full
-from tca_jax.lab.evaluation.late_documents import LateDocument, draw_text, late_document, repeating_document
+from tca_jax.lab.evaluation.late_documents import LateDocument, calibration_text, late_document, repeating_document
 from tca_jax.lab.evaluation.ruler import TASKS as RULER
 from tca_jax.lab.evaluation.samples import Drawing
 from tca_jax.lab.evaluation.sources import Sources
@@ -55,7 +55,7 @@ from tca_jax.lab.sparse_reading import (
     block_means,
     read_sparsely,
 )
-from tca_jax.pallas_kernels.numerics import round_up
+from tca_jax.pallas_kernels.numerics import cdiv, round_up
 
 
 class _Commands(typer.core.TyperGroup):
@@ -82,9 +82,8 @@ class Keeping:
     """Which tokens a cache keeps beside the window and the first tokens."""
 
     score: str = "worth"  # a target
-    budget: str = (
-        ""  # empty: the calibration's quantile; "all" or "first": the document's, or of its first 2,048 tokens
-    )
+    # The threshold is a quantile of the calibration's texts (empty), of this document or of its first 2,048 tokens.
+    budget: Literal["", "all", "first"] = ""
     means: bool = True  # whether evicted tokens of a block leave their mean, weighted by predicted worth
     refit: bool = False  # whether kept values are refitted
 
@@ -209,16 +208,11 @@ def with_reserve(
     """Additions to the logits of each question: a head keeps `reserve` more of `tokens`, which it attends to most."""
     outside = [_outside(bias[..., :tokens], score[..., :tokens]) for bias, score in zip(biases, scores, strict=True)]
     least = [jax.lax.top_k(each, reserve)[0][..., -1:] for each in outside]
-    return [
-        jnp.concatenate(
-            [
-                jnp.where(score >= jnp.maximum(bound, 0.0), 0.0, bias[..., :tokens]),
-                jnp.broadcast_to(bias[..., tokens:], (*score.shape[:2], bias.shape[-1] - tokens)),
-            ],
-            axis=-1,
-        )
-        for bias, score, bound in zip(biases, outside, least, strict=True)
-    ]
+    found = []
+    for bias, score, bound in zip(biases, outside, least, strict=True):
+        own = jnp.where(score >= jnp.maximum(bound, 0.0), 0.0, bias[..., :tokens])
+        found.append(jnp.broadcast_to(bias, (len(score), *bias.shape[1:])).at[..., :tokens].set(own))
+    return found
 
 
 def ruler_document(lm: LM, task: str, seed: int, tokens: int) -> LateDocument:
@@ -227,18 +221,12 @@ def ruler_document(lm: LM, task: str, seed: int, tokens: int) -> LateDocument:
     require(task in tasks, f"--task {task}: must be of {', '.join(tasks)}")
     (sample,) = tasks[task].draw(Drawing(lm, Sources(), tokens, 1, seed))
     prompt = sample.prompts["prefix"]
-    asked = []
+    asked: list[tuple[str, list[int], list[int]]] = []
     for i, reference in enumerate(sample.references):
         given = f"{prompt.lead}{''.join(f' {each},' for each in sample.references[:i])}"
         ids, question = dataclasses.replace(prompt, lead=given).encode_apart(lm)
-        asked.append((question, encode_verbatim(lm, f" {reference}")))
-    longest = round_up(max(len(question) + len(answer) for question, answer in asked), 32)
-    rows, counted = np.zeros((2, len(asked), longest), np.int32)
-    for i, (question, answer) in enumerate(asked):
-        rows[i, : len(question) + len(answer)] = [*question, *answer]
-        counted[i, len(question) - 1 : len(question) + len(answer) - 1] = 1
-    kinds: Any = ("fact",) * len(rows)
-    return LateDocument(ids, rows, counted.astype(np.float32), kinds)
+        asked.append(("fact", question, encode_verbatim(lm, f" {reference}")))
+    return LateDocument.of(ids, asked, round_up(max(len(question) + len(answer) for _, question, answer in asked), 32))
 
 
 class LateSheet:
@@ -251,6 +239,10 @@ class LateSheet:
         self._predicted = {name: self._of_maps(of_target) for name, of_target in maps.items()}
         self._all = np.ones_like(self._predicted["worth"], bool)
         self._reference, self._sizes = self._ask(self._all, self._keys, 1.0)
+
+    @functools.cached_property
+    def _full_layers(self) -> list[tuple[Array, Array, Array, Array]]:
+        return read_full(self._lm, self._ids).layers
 
     def _stacked(self, found: Sequence[Array]) -> Float32[np.ndarray, "heads L"]:
         return np.concatenate([on_host(each)[:, : len(self._ids)] for each in found])
@@ -265,7 +257,7 @@ class LateSheet:
     ) -> tuple[Answers, Record]:
         read, share = masked_read(self._ids, keys, kept, attended, worth)
         if refit:
-            parts = zip(read_full(self._lm, self._ids).layers, read.keys, read.masks, strict=True)
+            parts = zip(self._full_layers, read.keys, read.masks, strict=True)
             values = [refitted(*layer[:3], *k_v, bias, len(self._ids)) for layer, k_v, bias in parts]
             read = read._replace(keys=[(k, v) for (k, _), v in zip(read.keys, values, strict=True)])
         answers = ask(self._lm, read, self._document.rows)
@@ -340,8 +332,7 @@ def fit(
     compilations, lm = Compilations(), tca_jax.load(model)
     seeds = [2 * i + (kind == "manual") if kind else i for i in range(count)]
     started = time.monotonic()
-    drawn = [draw_text(np.random.default_rng(1_000 + seed), seed, "calibration", tokens, texts) for seed in seeds]
-    packed = pack_texts(lm, drawn, count, tokens)
+    packed = pack_texts(lm, [calibration_text(seed, tokens, texts) for seed in seeds], count, tokens)
     asked = [_copies(ids) for ids in packed] if copies else []
     found = fit_worth(lm, packed, targets=targets.split(","), questions=asked, progress=_say)
     seconds = time.monotonic() - started
@@ -351,22 +342,24 @@ def fit(
         shares = " ".join(f"{share:.2f}" for share in np.sort(maps.shares.ravel())[::-1])
         print(f"{name}: correlation {np.nanmean(maps.correlation):.3f}; shares of heads at 20% in all: {shares}")
     compiling = sum(compilations.by_program.values())
-    print(f"{count} texts of {tokens:,} tokens: {seconds:.0f} s, of these {compiling:.0f} s compiling; {_memory()}")
+    peak, memory = peak_memory()
+    took = f"{seconds:.0f} s, of these {compiling:.0f} s compiling"
+    print(f"{count} texts of {tokens:,} tokens: {took}; peak {peak / 1e9:.1f} GB of {memory} memory")
 
 
 def _copies(ids: Sequence[int], rows: int = 16, shown: int = 8, far: int = 1_024) -> TextRows:
     """Passages of a text that had stood in it before, at least `far` tokens earlier; their continuation counts."""
     earlier: dict[tuple[int, ...], int] = {}
-    found: list[int] = []
+    found: list[tuple[int, int]] = []  # of a continuation, and of the first one
     for at in range(shown, len(ids) - _OBSERVED):
-        before = earlier.setdefault(tuple(ids[at - shown : at]), at)
-        if at - before >= far and (not found or at - found[-1] >= _OBSERVED):
-            found.append(at)
-    places = found[:: max(1, -(-len(found) // rows))]
-    tokens = np.array([[*ids[at - shown : at + _OBSERVED]] for at in places] or [[0] * (shown + _OBSERVED)], np.int32)
+        first = earlier.setdefault(tuple(ids[at - shown : at]), at)
+        if at - first >= far and (not found or at - found[-1][0] >= _OBSERVED):
+            found.append((at, first))
+    places = found[:: max(1, cdiv(len(found), rows))]
+    tokens = np.zeros((max(1, len(places)), shown + _OBSERVED), np.int32)
     counted = np.zeros(tokens.shape, np.float32)
-    for row, at in enumerate(places):
-        first = earlier[tuple(ids[at - shown : at])]
+    for row, (at, first) in enumerate(places):
+        tokens[row] = ids[at - shown : at + _OBSERVED]
         same = np.equal(ids[at : at + _OBSERVED], ids[first : first + _OBSERVED])
         counted[row, shown - 1 : shown - 1 + int(same.cumprod().sum())] = 1
     return TextRows(tokens, counted)
@@ -374,13 +367,6 @@ def _copies(ids: Sequence[int], rows: int = 16, shown: int = 8, far: int = 1_024
 
 def _say(stage: str, done: int, total: int) -> None:
     print(f"{stage}: {done} of {total} texts", flush=True)
-
-
-def _memory() -> str:
-    stats = jax.devices()[0].memory_stats()
-    if stats is not None and "peak_bytes_in_use" in stats:
-        return f"peak {stats['peak_bytes_in_use'] / 1e9:.1f} GB of device memory"
-    return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB of host memory"
 
 
 def _load(folder: Path) -> dict[str, WorthMaps]:
@@ -408,21 +394,24 @@ def late(
     until, lm, fitted = time.monotonic() + seconds, tca_jax.load(model), _load(maps)
     wanted, others = [float(share) for share in shares.split(",")], sticks.parse_profiles(other)
     refits = {name: _load(folder) for name, folder in others.items()}
-    unknown = set(variants.split(",")) - {"rule", "keeping", "prompt", "reading"}
-    require(not unknown, f"--variants {variants}: must be of rule, keeping, prompt and reading, by commas")
+    chosen = set(variants.split(","))
+    require(
+        chosen <= {"rule", "keeping", "prompt", "reading"},
+        f"--variants {variants}: must be of rule, keeping, prompt and reading, by commas",
+    )
 
     def records(seed: int) -> Iterator[Record]:
         document = ruler_document(lm, task, seed, tokens) if task else late_document(lm, seed, tokens, half, texts)
         sheet = LateSheet(lm, fitted, document)
         yield sheet.full()
-        for keeping in KEEPINGS if "keeping" in variants else [RULE] * ("rule" in variants):
+        for keeping in KEEPINGS if "keeping" in chosen else [RULE] * ("rule" in chosen):
             if re.search(like, keeping.label):
                 yield from sheet.kept(keeping, wanted)
         for name, of_name in refits.items():
             yield from sheet.kept_by(of_name, wanted, name)
-        if "prompt" in variants:
+        if "prompt" in chosen:
             yield from sheet.asked_in_prompts(0.2, (128, 512))
-        for reading in READINGS if "reading" in variants else ():
+        for reading in READINGS if "reading" in chosen else ():
             if re.search(like, reading.label):
                 yield from sheet.read(reading, [*wanted[1:], 1.0])
 
@@ -485,14 +474,11 @@ def measure(
 @app.command("table")
 def table(files: Annotated[list[Path], typer.Argument(help="Files of records.")]) -> None:
     """Prints the tables of records."""
-    parts: dict[str, Callable[[Sequence[Record]], str]] = {
-        late_facts.STICK: late_facts.table,
-        reading_loss.STICK: reading_loss.table,
-        **dict.fromkeys([f"ruler {task.name}" for task in RULER], late_facts.table),
-    }
-    for stick, draw in parts.items():
+    by_stick = sticks.records_by_stick(files)
+    for stick in (late_facts.STICK, reading_loss.STICK, *(f"ruler {task.name}" for task in RULER)):
+        draw = reading_loss.table if stick == reading_loss.STICK else late_facts.table
         for half in ("calibration", "test"):
-            if records := [each for each in sticks.read_records(files, stick) if each.get("half", "test") == half]:
+            if records := [each for each in by_stick.get(stick, ()) if each.get("half", "test") == half]:
                 print(f"{stick}, {half} half of the texts: {draw(records)}\n")
 
 
@@ -511,7 +497,8 @@ def page(
 
 def worth_page(records: Sequence[Path]) -> str:
     """The committed table of variants."""
-    facts, losses = (sticks.read_records(records, stick) for stick in (late_facts.STICK, reading_loss.STICK))
+    by_stick = sticks.records_by_stick(records)
+    facts, losses = by_stick[late_facts.STICK], by_stick[reading_loss.STICK]
     groups = collections.defaultdict(set)
     for each in facts:
         groups[each["method"]].add((each["model"], each["tokens"], each["half"]))
@@ -519,11 +506,10 @@ def worth_page(records: Sequence[Path]) -> str:
     rest = [each for each in facts if each["method"] not in everywhere or each["tokens"] > 16_384]
     rest = [each for each in rest if each["half"] == "test" and not each["method"].endswith("; worth, window 1024")]
     readings = list(dict.fromkeys(each["method"] for each in losses if each["method"] != "full"))
-    ruler = {name: sticks.read_records(records, f"ruler {name}") for name in [task.name for task in RULER]}
     answered = {}
-    for name, of_task in ruler.items():
-        for methods in sticks.grouped(of_task).values():
-            answered[name] = {
+    for task in RULER:
+        for methods in sticks.grouped(by_stick.get(f"ruler {task.name}", ())).values():
+            answered[task.name] = {
                 method: f"{late_facts.facts(found)[0]:.0%}; {_mean(found, 'kv_share'):.0%}"
                 for (method, _), found in methods.items()
                 if method != "full"

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import random
+import resource
 import shlex
 import statistics
 import sys
@@ -147,6 +148,18 @@ def fitted(call: Callable[[], T], what: str) -> T | None:
         print(f"does not fit: {what}: {str(error).splitlines()[0]}", flush=True)
     gc.collect()  # arrays that the error referred to
     return None
+
+
+def peak_bytes() -> int:
+    """Most bytes that any device has held since the process began; 0 where devices do not report it."""
+    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.devices())
+
+
+def peak_memory() -> tuple[int, str]:
+    """`peak_bytes` and "device"; where devices do not report it, the most bytes of this process and "host"."""
+    if peak := peak_bytes():
+        return peak, "device"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "host"
 
 
 class Compilations:

@@ -78,7 +78,7 @@ def measure(lms: Mapping[str, LM], tokens: int, given: Conditions) -> list[commo
     peaks = dict.fromkeys(stats, 0.0)
     for name in list(stats) * given.repeats:
         stats[name].append(ask(lms[name]))
-        peaks[name] = peak_bytes() / 1e9
+        peaks[name] = common.peak_bytes() / 1e9
     found = {name: row_of(lms[name], name, tokens, of_method, given) for name, of_method in stats.items()}
     for name, row in found.items():
         row |= {"peak GB": peaks[name] or "", "compile s": stats[name][0].compile_seconds}
@@ -137,11 +137,6 @@ def prefill_flops(lm: LM, tokens: int, area: float) -> float:
     width = c.num_heads * c.head_dim
     weights = c.hidden_size * (2 * width + 2 * c.num_kv_heads * c.head_dim + 3 * c.intermediate_size)
     return c.num_layers * (2 * weights * tokens + 4 * width * area * tokens**2 / 2)
-
-
-def peak_bytes() -> int:
-    """Most bytes that any device has held since the process began; 0 where devices do not report it."""
-    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.devices())
 
 
 def main(

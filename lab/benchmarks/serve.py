@@ -187,7 +187,7 @@ class Soak:
         self.outcomes, self.first_tokens = list[str](), list[float]()
 
     def run(self, seconds: float) -> tuple[common.Row, list[str]]:
-        """Load for so many seconds; also all problems."""
+        """Figures of a load that lasts `seconds`, and its problems."""
         stopping, problems, clients = threading.Event(), list[str](), self.load.rows + 2
         with Engine(self.lm, **self.options) as engine, ThreadPoolExecutor(clients) as pool:
             for request in self.requests:  # compile

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import typer
 import tca_jax
 from tca_jax.engine.lm import LM
 from tca_jax.errors import require
-from tca_jax.lab.benchmarks.common import Compilations
+from tca_jax.lab.benchmarks.common import Compilations, peak_memory
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import calibration_texts
 from tca_jax.lab.evaluation.sticks import Record
@@ -127,15 +126,12 @@ def calibrate(
         compilations.close()
         folder = to / setting.replace("=", "-").replace(":", "-")
         profile.save(folder)
-        # The device's peak where it is known, otherwise the process's.
-        stats = jax.devices()[0].memory_stats() or {}
-        peak = stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         record = {"stick": CALIBRATION, "model": lm.name, "tokens": tokens, "method": setting, "share": None, "seed": 0}
         figures = {
             "seconds": seconds,
             "compile": sum(compilations.by_program.values()),
             "programs": compilations.count,
-            "peak_bytes": int(peak),
+            "peak_bytes": peak_memory()[0],
             "profile_bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         }
         _add(out, record | figures | {"texts": count, "device": jax.devices()[0].device_kind})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -64,6 +64,16 @@ class LateDocument:
     counted: Float32[np.ndarray, "Q n"]  # 1 at the token before each token of an answer
     kinds: tuple[Literal["fact", "copy", "next"], ...]  # of each row
 
+    @classmethod
+    def of(cls, ids: list[int], asked: Sequence[tuple[Any, list[int], list[int]]], width: int) -> LateDocument:
+        """A document with its questions: kind, question and answer of each, in rows of `width` tokens."""
+        rows, counted = np.zeros((len(asked), width), np.int32), np.zeros((len(asked), width), np.float32)
+        for i, (_, question, answer) in enumerate(asked):
+            end = len(question) + len(answer)
+            rows[i, :end] = [*question, *answer]
+            counted[i, len(question) - 1 : end - 1] = 1
+        return cls(ids, rows, counted, tuple(kind for kind, *_ in asked))
+
 
 def late_facts(rng: np.random.Generator, count: int) -> Iterator[LateFact]:
     """Facts of six kinds, in turn. Every second name shares a word with the preceding one."""
@@ -109,13 +119,10 @@ def late_document(
         answer = ids[start + _COPY_SHOWN : start + _COPY_SHOWN + _COPY_ASKED]
         asked.append(("copy", [*request, *shown, *closing], answer))
     asked.append(("next", following[:1], following[1:ROW]))
-    rows, counted = np.zeros((len(asked), ROW), np.int32), np.zeros((len(asked), ROW), np.float32)
-    for i, (kind, question, answer) in enumerate(asked):
-        row = [*question, *answer]
-        require(len(row) <= ROW, f"a {kind} and its answer have {len(row)} tokens: at most {ROW} fit")
-        rows[i, : len(row)] = row
-        counted[i, len(question) - 1 : len(row) - 1] = 1
-    return LateDocument(ids, rows, counted, tuple(kind for kind, *_ in asked))
+    for kind, question, answer in asked:
+        length = len(question) + len(answer)
+        require(length <= ROW, f"a {kind} and its answer have {length} tokens: at most {ROW} fit")
+    return LateDocument.of(ids, asked, ROW)
 
 
 def _lines(lm: LM, text: str, tokens: int) -> tuple[list[list[int]], list[int]]:
@@ -185,8 +192,13 @@ def repeating_document(
 
 def calibration_texts(lm: LM, count: int, tokens: int, folder: Path | None = None) -> list[list[int]]:
     """Texts of the calibration half, of both kinds in turn, as token ids."""
-    texts = [draw_text(np.random.default_rng(1_000 + i), i, "calibration", tokens, folder) for i in range(count)]
+    texts = [calibration_text(seed, tokens, folder) for seed in range(count)]
     return [encode_verbatim(lm, text)[:tokens] for text in texts]
+
+
+def calibration_text(seed: int, tokens: int, folder: Path | None) -> str:
+    """More text than `tokens`, of the calibration half, as `draw_text` draws it."""
+    return draw_text(np.random.default_rng(1_000 + seed), seed, "calibration", tokens, folder)
 
 
 def draw_text(rng: np.random.Generator, seed: int, half: Half, tokens: int, folder: Path | None) -> str:

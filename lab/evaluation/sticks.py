@@ -109,16 +109,20 @@ def append(path: Path, record: Record) -> None:
 
 
 def read_records(paths: Iterable[Path], stick: str) -> list[Record]:
-    """Records of one stick, from files that may be packed (.xz); of two of a document and method the later one."""
-    found: dict[tuple[Any, ...], Record] = {}
+    """Records of one stick, as `records_by_stick` reads them."""
+    return records_by_stick(paths).get(stick, [])
+
+
+def records_by_stick(paths: Iterable[Path]) -> dict[str, list[Record]]:
+    """Records of files that may be packed (.xz); of two of a document and method the later one."""
+    found: dict[str, dict[tuple[Any, ...], Record]] = {}
     for path in paths:
         packed = path.read_bytes()
         for line in (lzma.decompress(packed) if path.suffix == ".xz" else packed).decode().splitlines():
             record = json.loads(line)
-            if record["stick"] == stick:
-                key = tuple(map(record.get, ("model", "device", "tokens", "half", "method", "share", "seed")))
-                found[key] = record
-    return list(found.values())
+            key = tuple(map(record.get, ("model", "device", "tokens", "half", "method", "share", "seed")))
+            found.setdefault(record["stick"], {})[key] = record
+    return {stick: list(of_stick.values()) for stick, of_stick in found.items()}
 
 
 def grouped(records: Iterable[Record]) -> Mapping[tuple[str, str, int], Methods]:
