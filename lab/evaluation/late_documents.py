@@ -192,8 +192,7 @@ def repeating_document(
 
 def calibration_texts(lm: LM, count: int, tokens: int, folder: Path | None = None) -> list[list[int]]:
     """Texts of the calibration half, of both kinds in turn, as token ids."""
-    texts = [calibration_text(seed, tokens, folder) for seed in range(count)]
-    return [encode_verbatim(lm, text)[:tokens] for text in texts]
+    return [encode_verbatim(lm, calibration_text(seed, tokens, folder))[:tokens] for seed in range(count)]
 
 
 def calibration_text(seed: int, tokens: int, folder: Path | None) -> str:
