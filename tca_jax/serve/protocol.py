@@ -1,30 +1,30 @@
-"""The OpenAI protocol: requests, checked by hand, answers, and errors."""
+"""The OpenAI protocol: requests, responses, and errors."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import logging
 import re
 import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from tca_jax.errors import UserError, explaining
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import model_validator as checks
+from pydantic_core import PydanticCustomError
+
+from tca_jax.errors import Unsupported, UserError, explaining
 from tca_jax.serve.engine import DocumentInfo, DocumentInUse, EngineEnded, UnknownDocument
 from tca_jax.serve.streams import Completion
 
 Json = dict[str, Any]
-MOST_SAMPLES = 64  # answers to a prompt
 MOST_PROMPTS = 256  # of a completion request
-MOST_STOPS = 64  # stop strings of a request
 MOST_TOP = 20  # likeliest tokens beside each token
-_SEEDS = 2**32
-_LARGEST = 2**31 - 1
-_COMPLETION_TOKENS = 16  # of an answer where `max_tokens` is not given: the protocol's own number
+_log = logging.getLogger(__name__)
 
 
 class RequestError(UserError):
@@ -46,26 +46,306 @@ def require_field(known: Any, param: str | None, message: str, *, status: int = 
         raise RequestError(message, param=param, status=status, code=code)
 
 
-def _must(known: Any, name: str, value: Any, words: str, code: str | None = None) -> None:
-    require_field(known, name.partition("[")[0], f"{name} = {_shown(value)}: must be {words}", code=code)
+# Requests
 
 
-#: Status, field and code of the engine's own errors.
+def _refusal(words: str, field: str | None = None, code: str = "value_error") -> PydanticCustomError:
+    """An error of the value that is validated, or of a field of it."""
+    return PydanticCustomError(code, words, {"field": field})
+
+
+class _Fields(BaseModel):
+    """A JSON object. Fields that are null count as left out; those of type Any change no answer."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    @checks(mode="before")
+    @classmethod
+    def _known_fields(cls, body: Any) -> Json:
+        fields = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
+        allowed = ", ".join(name for name, kind in fields.items() if kind is not Any)
+        if not isinstance(body, dict):
+            raise _refusal(f"must be an object with {allowed}")
+        given = {name: value for name, value in body.items() if value is not None}
+        for name in given.keys() - fields.keys():
+            raise _refusal(
+                f"unknown field: must be one of {allowed}", name.encode(errors="replace").decode(), "unknown_parameter"
+            )
+        return given
+
+
+def _only(words: str, *allowed: Any) -> AfterValidator:
+    """Allows those values of a field that change no answer."""
+
+    def check(value: Any) -> Any:
+        if value not in allowed:
+            raise _refusal(words, code="unsupported")
+        return value
+
+    return AfterValidator(check)
+
+
+_EMPTY: tuple[Any, ...] = (False, [], {}, "")
+_NoPenalty = Annotated[Any, _only("must be 0; repetition_penalty is there", 0)]
+_NoTools = Annotated[Any, _only("must be empty: tools and functions are not supported", *_EMPTY)]
+_NoToolChoice = Annotated[Any, _only("must be none or auto: tools and functions are not supported", "none", "auto")]
+
+
+class StreamOptions(_Fields):
+    """What a stream has beside the answers."""
+
+    include_usage: bool = False  # in the last event
+    include_obfuscation: bool = False  # changes nothing
+
+
+class Answering(_Fields):
+    """Fields that chats and completions share; the engine checks the bounds of the sampling options."""
+
+    default_tokens: ClassVar[int | None] = None  # of an answer without `max_tokens`; None for the server's own number
+
+    model: str | None = None  # None for the one that is served
+    document: str | None = None  # id
+    n: int = Field(1, ge=1, le=64)  # answers to each prompt
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1000)]],
+        Field(max_length=64, fail_fast=True),
+        BeforeValidator(lambda value: value if isinstance(value, list) else [value]),
+    ] = []
+    seed: int = Field(default_factory=lambda: secrets.randbelow(2**32))
+    temperature: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: _NoPenalty = None
+    frequency_penalty: _NoPenalty = None
+    logit_bias: Annotated[Any, _only("must be empty", *_EMPTY)] = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    parallel_tool_calls: Any = None
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of an answer; None for `default_tokens`, or less where the model has no more positions."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """None, or the number of likeliest tokens beside the log-probability of each token."""
+        raise NotImplementedError
+
+    @checks(mode="after")
+    def _options_of_streams(self) -> Answering:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise _refusal("needs stream = true", "stream_options")
+        return self
+
+
+def answer_options(request: Answering) -> Json:
+    """The options of `Engine.ask` in a request, without the bound of tokens."""
+    names = ("stop", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    logprobs = request.num_logprobs or request.num_logprobs is not None
+    return {name: getattr(request, name) for name in names} | {
+        "min_new_tokens": request.min_tokens,
+        "logprobs": logprobs,
+    }
+
+
+class Part(BaseModel):
+    """A paragraph of a message."""
+
+    type: Literal["text"]
+    text: str = Field(strict=True)
+
+
+class Message(_Fields):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        list[Part],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(lambda text: [{"type": "text", "text": text}] if isinstance(text, str) else text),
+    ]
+    name: Any = None
+
+    @checks(mode="before")
+    @classmethod
+    def _without_empty(cls, body: Any) -> Any:
+        """Answers that clients send back have more fields, which are empty."""
+        known = cls.model_fields
+        return {k: v for k, v in body.items() if k in known or v not in _EMPTY} if isinstance(body, dict) else body
+
+    def as_dict(self) -> dict[str, str]:
+        """The message for a chat template."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "\n\n".join(part.text for part in self.content)}
+
+
+class JsonSchema(_Fields):
+    """A named JSON Schema."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    of: Json = Field(alias="schema")
+    description: Any = None
+    strict: bool = False  # changes nothing: every answer is constrained
+
+
+class ResponseFormat(_Fields):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @checks(mode="after")
+    def _with_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise _refusal("must be given if type is json_schema, and only then", "json_schema")
+        return self
+
+
+class ChatRequest(Answering):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    tools: _NoTools = None
+    functions: _NoTools = None
+    tool_choice: _NoToolChoice = None
+    function_call: _NoToolChoice = None
+    modalities: Annotated[Any, _only('must be ["text"]', ["text"])] = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens or self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def json_schema(self) -> Json | None:
+        """JSON Schema of the answer; None for any text."""
+        if self.response_format.json_schema is not None:
+            return self.response_format.json_schema.of
+        return {"type": "object"} if self.response_format.type == "json_object" else None
+
+    @checks(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise _refusal("needs logprobs = true", "top_logprobs")
+        if self.limit != (self.max_completion_tokens or self.limit):
+            raise _refusal("differs from max_completion_tokens: give one of them", "max_tokens")
+        return self
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(type(each) is int for each in value)
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    prompts = [value] if isinstance(value, str) or _are_ids(value) else value
+    several = isinstance(prompts, list) and 0 < len(prompts) <= MOST_PROMPTS
+    if not several or not all(isinstance(each, str) or _are_ids(each) for each in prompts):
+        raise _refusal(f"must be text, token ids, or a list of 1 to {MOST_PROMPTS} of those; none may be empty")
+    return prompts
+
+
+class CompletionRequest(Answering):
+    """Body of `/v1/completions`."""
+
+    default_tokens: ClassVar[int | None] = 16
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]  # text or token ids
+    logprobs: Annotated[
+        int | None, BeforeValidator(lambda value: None if value is False else value), Field(ge=0, le=MOST_TOP)
+    ] = None
+    best_of: int | None = None
+    suffix: Annotated[Any, _only("must be left out: it is not supported", *_EMPTY)] = None
+    echo: Annotated[Any, _only("must be false: tca_jax.score returns the log-probabilities of a prompt", *_EMPTY)] = (
+        None
+    )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @checks(mode="after")
+    def _without_ranking(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n):
+            raise _refusal(f"must be n = {self.n}; answers are not ranked", "best_of")
+        return self
+
+
+class DocumentRequest(_Fields):
+    """Body of `POST /v1/documents`."""
+
+    text: str = Field(min_length=1)
+    system: str | None = None  # message before it, for chats
+    chat: bool | None = None  # whether it begins a user's message; None where the model has a chat template
+
+    @checks(mode="after")
+    def _system_in_chats(self) -> DocumentRequest:
+        if self.system is not None and self.chat is False:
+            raise _refusal("is for chats; leave out chat = false", "system")
+        return self
+
+
+_Request = TypeVar("_Request", bound=BaseModel)
+
+
+def read_request(kind: type[_Request], body: bytes, content_type: str = "application/json") -> _Request:
+    """Reads JSON, or the text of a document. ValueError where it is not allowed: see `of_error`."""
+    media = content_type.partition(";")[0].strip().lower()
+    if media == "text/plain":
+        with explaining("the body is not valid UTF-8 text", UnicodeDecodeError, error=RequestError):
+            fields: Any = {"text": body.decode("utf-8")}
+    else:
+        known = media == "application/json"
+        must = f"Content-Type = {json.dumps(media)}: must be text/plain, or application/json"
+        require_field(known, None, must, status=415)
+        none: Json = {}  # JSON has neither NaN nor Infinity
+        with explaining("the body is not valid JSON", ValueError, LookupError, RecursionError, error=RequestError):
+            fields = json.loads(body, parse_constant=none.__getitem__)
+    return kind.model_validate(fields)
+
+
+# Errors
+
+#: Status, field and code of errors of the library.
 _STATUS: Mapping[type[UserError], tuple[int, str | None, str | None]] = MappingProxyType(
     {
         EngineEnded: (503, None, None),
         UnknownDocument: (404, "document", "document_not_found"),
         DocumentInUse: (409, None, "document_in_use"),
+        Unsupported: (400, "response_format", "unsupported"),
     }
 )
 #: The engine's names of fields that have another one in the protocol.
 _RENAMED = MappingProxyType({"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"})
+_NAMES = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *DocumentRequest.model_fields}
 
 
-def of_user_error(error: UserError) -> RequestError:
-    """An error of the library as one of the request, with the protocol's name of the field."""
+def of_error(error: Exception) -> RequestError:
+    """The error that a client gets, with the protocol's name of the field; one that is not the client's is logged."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, ValidationError):
+        return _of_validation_error(error)
+    if not isinstance(error, UserError):
+        _log.error("a request failed", exc_info=error)
+        return RequestError(f"the request failed: {type(error).__name__}; the server's log says why", status=500)
     for kind, (status, param, code) in _STATUS.items():
         if isinstance(error, kind):
             return RequestError(str(error), status=status, param=param, code=code)
@@ -73,301 +353,30 @@ def of_user_error(error: UserError) -> RequestError:
     for ours, theirs in _RENAMED.items():
         message = message.replace(ours, theirs)
     named = re.match(r"([a-z_]+)[a-z_.]*(?<!\.)", message)
-    return RequestError(message, param=named[0] if named and named[1] in _ALL_FIELDS else None)
+    return RequestError(message, param=named[0] if named and named[1] in _NAMES else None)
 
 
-# Requests
+def _of_validation_error(error: ValidationError) -> RequestError:
+    """The first wrong field of a request, with its value and what is allowed."""
+    first = error.errors(include_url=False)[0]
+    code, path, value, words = first["type"], list(first["loc"]), first["input"], first["msg"]
+    if field := first.get("ctx", {}).get("field"):
+        path.append(field)
+    if field or code == "missing":
+        value = value.get(path[-1])
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:101] or "the body"
+    shown = json.dumps(value)
+    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+    words = "must be given" if code == "missing" else re.sub("^[A-Z][a-z]+ should", "must", words)
+    known = code if code in ("unknown_parameter", "unsupported") else None
+    return RequestError(f"{name} = {shown}: {words}", param=name.partition("[")[0] if path else None, code=known)
 
 
-@dataclasses.dataclass(frozen=True)
-class Answering:
-    """Fields that chats and completions share."""
-
-    model: str | None  # None for the one that is served
-    document: str | None  # id
-    n: int  # answers to each prompt
-    stream: bool
-    include_usage: bool  # in the last event of a stream
-    max_tokens: int | None  # None for `default_tokens`, or less where the model has no more positions
-    default_tokens: int
-    logprobs: int | None  # None, or the number of likeliest tokens beside the log-probability of each token
-    options: Mapping[str, Any]  # others of `Engine.ask`
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatRequest:
-    """Body of `/v1/chat/completions`."""
-
-    answering: Answering
-    messages: list[dict[str, str]]  # role and content
-    schema: Json | None  # JSON Schema of the answer; None for any text
-
-
-@dataclasses.dataclass(frozen=True)
-class CompletionRequest:
-    """Body of `/v1/completions`."""
-
-    answering: Answering
-    prompts: list[str | list[int]]  # text or token ids
-
-
-@dataclasses.dataclass(frozen=True)
-class DocumentRequest:
-    """Body of `POST /v1/documents`."""
-
-    text: str
-    system: str | None = None  # message before it, for chats
-    chat: bool | None = None  # whether it begins a user's message; None where the model has a chat template
-
-
-#: Fields of the protocol that change no answer here.
-_IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-)
-_Allowed = Mapping[str, tuple[tuple[Any, ...], str]]
-_EMPTY: tuple[Any, ...] = (False, [], {}, "")
-#: Fields of the protocol of which only values that change nothing are allowed.
-_ONLY: _Allowed = MappingProxyType(
-    {
-        "presence_penalty": ((0,), "0; repetition_penalty is there"),
-        "frequency_penalty": ((0,), "0; repetition_penalty is there"),
-        "logit_bias": (_EMPTY, "empty"),
-    }
-)
-_ONLY_CHAT: _Allowed = MappingProxyType(
-    {
-        **_ONLY,
-        "tools": (_EMPTY, "empty: tools are not supported"),
-        "functions": (_EMPTY, "empty: functions are not supported"),
-        "tool_choice": (("none", "auto"), "none or auto: tools are not supported"),
-        "function_call": (("none", "auto"), "none or auto: functions are not supported"),
-        "modalities": ((["text"],), '["text"]'),
-    }
-)
-_ONLY_COMPLETION: _Allowed = MappingProxyType(
-    {
-        **_ONLY,
-        "suffix": (_EMPTY, "left out: it is not supported"),
-        "echo": (_EMPTY, "false: tca_jax.score returns the log-probabilities of a prompt"),
-    }
-)
-_SHARED_FIELDS = frozenset(
-    {"model", "document", "n", "stream", "stream_options", "seed", "max_tokens", "min_tokens", "stop", "temperature"}
-) | {"top_p", "top_k", "min_p", "repetition_penalty", "logprobs"}
-_CHAT_FIELDS = _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", "response_format"}
-_COMPLETION_FIELDS = _SHARED_FIELDS | {"prompt", "best_of"}
-_DOCUMENT_FIELDS = frozenset({"text", "system", "chat"})
-_ALL_FIELDS = _CHAT_FIELDS | _COMPLETION_FIELDS | _DOCUMENT_FIELDS
-
-
-def parse_json(body: bytes) -> Any:
-    """The JSON of a body. RequestError if it is none."""
-    none: dict[str, Any] = {}  # JSON has neither NaN nor Infinity
-    with explaining("the body is not valid JSON", ValueError, LookupError, RecursionError, error=RequestError):
-        return json.loads(body, parse_constant=none.__getitem__)
-
-
-def chat_request(body: Any, default_tokens: int) -> ChatRequest:
-    """Reads the body of a chat. RequestError names the field that is not allowed."""
-    fields = _Fields(body, _CHAT_FIELDS, _ONLY_CHAT)
-    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, most=MOST_TOP)
-    require_field(wanted or not top, "top_logprobs", f"top_logprobs = {top}: needs logprobs = true")
-    named = [name for name in ("max_completion_tokens", "max_tokens") if fields.value(name) is not None]
-    limits = [fields.integer(name, least=1) for name in named]
-    differ = "max_tokens and max_completion_tokens differ: give one of them"
-    require_field(len({*limits}) < 2, "max_tokens", differ)
-    answering = fields.answering(limits[0] if limits else None, default_tokens, (top or 0) if wanted else None)
-    return ChatRequest(answering, _messages(fields.value("messages")), _schema(fields.value("response_format")))
-
-
-def completion_request(body: Any) -> CompletionRequest:
-    """Reads the body of a completion. RequestError names the field that is not allowed."""
-    fields = _Fields(body, _COMPLETION_FIELDS, _ONLY_COMPLETION)
-    logprobs = None if fields.value("logprobs") is False else fields.integer("logprobs", most=MOST_TOP)
-    answering = fields.answering(fields.integer("max_tokens", least=1), _COMPLETION_TOKENS, logprobs)
-    best = fields.integer("best_of", answering.n)
-    _must(best == answering.n, "best_of", best, f"n = {answering.n}; answers are not ranked")
-    return CompletionRequest(answering, _prompts(fields.value("prompt")))
-
-
-def document_request(content_type: str, body: bytes) -> DocumentRequest:
-    """Reads an upload, text or JSON. RequestError names the field that is not allowed."""
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == "text/plain":
-        with explaining("the body is not valid UTF-8 text", UnicodeDecodeError, error=RequestError):
-            return DocumentRequest(body.decode("utf-8"))
-    if kind != "application/json":
-        raise RequestError(f"Content-Type = {json.dumps(kind)}: must be text/plain, or application/json", status=415)
-    fields = _Fields(parse_json(body), _DOCUMENT_FIELDS, {})
-    text, chat = fields.text("text"), None if fields.value("chat") is None else fields.flag("chat")
-    require_field(text, "text", "text: must be given, and not be empty")
-    system = fields.text("system")
-    require_field(system is None or chat is not False, "system", "system: is for chats; leave out chat = false")
-    return DocumentRequest(text or "", system, chat)
-
-
-class _Fields:
-    """A JSON object whose fields are known; those that are null count as left out."""
-
-    def __init__(self, body: Any, known: frozenset[str], only: _Allowed) -> None:
-        if not isinstance(body, dict):
-            raise RequestError(f"the body is {_shown(body)}: must be a JSON object")
-        self._fields = {name: value for name, value in body.items() if value is not None}
-        for name, value in self._fields.items():
-            if name in only:
-                allowed, words = only[name]
-                _must(value in allowed, name, value, words, "unsupported")
-            else:
-                text = f"{_shown(name)} is no field of this request: those are {', '.join(sorted(known))}"
-                require_field(name in known | _IGNORED, name[:100], text, code="unknown_parameter")
-
-    def value(self, name: str) -> Any:
-        """A field's value; None where it is left out."""
-        return self._fields.get(name)
-
-    def text(self, name: str) -> str | None:
-        """A field that is text."""
-        return self._of_type(name, str, "a string")
-
-    def flag(self, name: str) -> bool:
-        """A field that is true or false; false where it is left out."""
-        return bool(self._of_type(name, bool, "true or false"))
-
-    def integer(self, name: str, default: int | None = None, *, least: int = 0, most: int = _LARGEST) -> int | None:
-        """A field that is an integer."""
-        value = self._fields.get(name, default)
-        known = value is None or (type(value) is int and least <= value <= most)
-        _must(known, name, value, f"an integer from {least} to {most}")
-        return value
-
-    def number(self, name: str, default: float | None, least: float, most: float = math.inf) -> float | None:
-        """A field that is a finite number."""
-        value = self._fields.get(name, default)
-        if value is None:
-            return None
-        allowed = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
-        known = type(value) in (int, float) and abs(value) < 1e300 and least <= value <= most
-        _must(known, name, value, f"a number {allowed}")
-        return float(value)
-
-    def answering(self, max_tokens: int | None, default_tokens: int, logprobs: int | None) -> Answering:
-        """Fields that both kinds of requests have."""
-        stream, seed = self.flag("stream"), self.integer("seed", most=_SEEDS - 1)
-        options = {
-            "min_new_tokens": self.integer("min_tokens", 0),
-            "seed": secrets.randbelow(_SEEDS) if seed is None else seed,
-            "stop": self._stop(),
-            "temperature": self.number("temperature", 1.0, 0),
-            "top_p": self.number("top_p", None, 0, 1),
-            "top_k": self.integer("top_k", least=1),
-            "min_p": self.number("min_p", None, 0, 1),
-            "repetition_penalty": self.number("repetition_penalty", None, 0),
-        }
-        return Answering(
-            model=self.text("model"),
-            document=self.text("document"),
-            n=self.integer("n", 1, least=1, most=MOST_SAMPLES) or 1,
-            stream=stream,
-            include_usage=self._include_usage(stream),
-            max_tokens=max_tokens,
-            default_tokens=default_tokens,
-            logprobs=logprobs,
-            options=options,
-        )
-
-    def _include_usage(self, stream: bool) -> bool:
-        options = self._of_type("stream_options", dict, "an object")
-        if options is None:
-            return False
-        require_field(stream, "stream_options", "stream_options: needs stream = true")
-        flags = {"include_usage", "include_obfuscation"}
-        known = set(options) <= flags and all(isinstance(value, bool) for value in options.values())
-        _must(known, "stream_options", options, '{"include_usage": true or false}')
-        return options.get("include_usage", False)
-
-    def _stop(self) -> tuple[str, ...]:
-        stop = self._fields.get("stop", [])
-        strings = [stop] if isinstance(stop, str) else stop
-        several = isinstance(strings, list) and len(strings) <= MOST_STOPS
-        known = several and all(isinstance(each, str) and 0 < len(each) <= 1000 for each in strings)
-        _must(known, "stop", stop, f"a string or at most {MOST_STOPS} strings, of 1 to 1000 characters")
-        return tuple(strings)
-
-    def _of_type(self, name: str, kind: type, words: str) -> Any:
-        value = self._fields.get(name)
-        _must(isinstance(value, kind | None), name, value, words)
-        return value
-
-
-#: The field of a chat with the schema of its answer.
-SCHEMA = "response_format.json_schema.schema"
-
-
-def _schema(form: Any) -> Json | None:
-    """The JSON Schema of an answer, from `response_format`; None for any text."""
-    if form is None or form == {"type": "text"}:
-        return None
-    if form == {"type": "json_object"}:
-        return {"type": "object"}
-    known = isinstance(form, dict) and form.get("type") == "json_schema" and set(form) == {"type", "json_schema"}
-    schemas = '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
-    _must(known, "response_format", form, f'{{"type": "text"}}, {{"type": "json_object"}}, or {schemas}')
-    given, where = form["json_schema"], "response_format.json_schema"
-    known = isinstance(given, dict) and set(given) <= {"name", "description", "schema", "strict"}
-    _must(known, where, given, "an object with name, schema, description, strict")
-    name, schema, strict = given.get("name"), given.get("schema"), given.get("strict")
-    known = isinstance(name, str) and re.fullmatch("[a-zA-Z0-9_-]{1,64}", name)
-    _must(known, f"{where}.name", name, "1 to 64 letters, digits, underscores and hyphens")
-    _must(isinstance(schema, dict), SCHEMA, schema, "an object, a JSON Schema")
-    _must(isinstance(strict, bool | None), f"{where}.strict", strict, "true or false")
-    return schema
-
-
-_ROLES = MappingProxyType({"system": "system", "developer": "system", "user": "user", "assistant": "assistant"})
-
-
-def _messages(value: Any) -> list[dict[str, str]]:
-    _must(isinstance(value, list) and value, "messages", value, "a list of messages, at least one")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
-
-
-def _message(message: Any, name: str) -> dict[str, str]:
-    """A message of text: parts become paragraphs, and nothing but role and content is left."""
-    _must(isinstance(message, dict), name, message, "an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    _must(role in list(_ROLES), f"{name}.role", role, f"one of {', '.join(_ROLES)}")  # a list: roles may be unhashable
-    for other, value in message.items():
-        known = other in ("role", "content", "name") or value is None or value in _EMPTY
-        require_field(known, "messages", f"{name} has {_shown(other)}: must have role and content")
-    if isinstance(content, list) and content:
-        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [part for part in parts if isinstance(part, str)]
-        content = "\n\n".join(texts) if len(texts) == len(content) else None
-    _must(isinstance(content, str), f"{name}.content", message.get("content"), "text, or a list of parts of type text")
-    return {"role": _ROLES[role], "content": content}
-
-
-def _prompts(value: Any) -> list[str | list[int]]:
-    if isinstance(value, str) or _are_ids(value):
-        return [value]
-    several = isinstance(value, list) and 0 < len(value) <= MOST_PROMPTS
-    known = several and all(isinstance(each, str) or _are_ids(each) for each in value)
-    _must(known, "prompt", value, f"text, token ids, or a list of 1 to {MOST_PROMPTS} of those; none may be empty")
-    return value
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(type(each) is int for each in value)
-
-
-def _shown(value: Any) -> str:
-    """A value of a request, in a message."""
-    text = json.dumps(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
+# Responses
 
 
 class Chat:
-    """An answer of `/v1/chat/completions`."""
+    """The response to a chat."""
 
     _prefix, _object, _chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -376,28 +385,23 @@ class Chat:
         self._id, self._created = f"{self._prefix}-{uuid.uuid4().hex}", int(time.time())
 
     def response(self, completions: Sequence[Completion], usage: Json) -> Json:
-        """The response of a request without a stream."""
-        choices = [
-            {"index": i, **self._content(each), "logprobs": self.logprobs(each), "finish_reason": each.finish_reason}
-            for i, each in enumerate(completions)
-        ]
-        return self._of(self._object, choices) | {"usage": usage}
+        """The response without a stream."""
+        choices = [self._choice(i, self._answer(each.text), each) for i, each in enumerate(completions)]
+        return {**self._of(self._object, *choices), "usage": usage}
 
-    def begin(self, index: int) -> Json | None:
-        """The event before the first piece of a choice."""
-        return self._piece(index, {"delta": {"role": "assistant", "content": ""}})
+    def begin(self, choices: int) -> list[Json]:
+        """The events before the text of all choices."""
+        fields = {"delta": {"role": "assistant", "content": ""}}
+        return [self._of(self._chunk, self._choice(index, fields)) for index in range(choices)]
 
-    def piece(self, index: int, text: str) -> Json:
-        """An event with more text."""
-        return self._piece(index, {"delta": {"content": text}})
-
-    def end(self, index: int, completion: Completion) -> Json:
-        """The last event of a choice, with the log-probabilities of all of its tokens."""
-        return self._piece(index, {"delta": {}, "logprobs": self.logprobs(completion)}, completion.finish_reason)
+    def event(self, index: int, piece: str | Completion) -> Json:
+        """The event of more text, or of the end of a choice with the log-probabilities of all of its tokens."""
+        end, text = (piece, "") if isinstance(piece, Completion) else (None, piece)
+        return self._of(self._chunk, self._choice(index, self._delta(text), end))
 
     def usage(self, usage: Json) -> Json:
         """The last event of a stream that counts tokens."""
-        return self._of(self._chunk, []) | {"usage": usage}
+        return {**self._of(self._chunk), "usage": usage}
 
     def logprobs(self, completion: Completion) -> Json | None:
         """Log-probabilities of an answer's tokens; None unless they are requested."""
@@ -414,60 +418,53 @@ class Chat:
         own = token_bytes(self._tokenizer, token)
         return {"token": shown_token(own), "logprob": logprob, "bytes": list(own)}
 
-    def _content(self, completion: Completion) -> Json:
-        return {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+    def _answer(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _piece(self, index: int, fields: Json, finish_reason: str | None = None) -> Json:
-        return self._of(self._chunk, [{"index": index, "logprobs": None, **fields, "finish_reason": finish_reason}])
+    def _delta(self, text: str) -> Json:
+        return {"delta": {"content": text} if text else {}}
 
-    def _of(self, kind: str, choices: list[Json]) -> Json:
+    def _choice(self, index: int, fields: Json, end: Completion | None = None) -> Json:
+        ended = {"logprobs": end and self.logprobs(end), "finish_reason": end and end.finish_reason}
+        return {"index": index, **fields, **ended}
+
+    def _of(self, kind: str, *choices: Json) -> Json:
         fields = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
         return {**fields, "system_fingerprint": None, "choices": choices}
 
 
 class Text(Chat):
-    """An answer of `/v1/completions`."""
+    """The response to a completion request."""
 
     _prefix, _object, _chunk = "cmpl", "text_completion", "text_completion"
 
-    def begin(self, index: int) -> Json | None:
-        return None
-
-    def piece(self, index: int, text: str) -> Json:
-        return self._piece(index, {"text": text})
-
-    def end(self, index: int, completion: Completion) -> Json:
-        return self._piece(index, {"text": "", "logprobs": self.logprobs(completion)}, completion.finish_reason)
+    def begin(self, choices: int) -> list[Json]:
+        return []
 
     def logprobs(self, completion: Completion) -> Json | None:
         if completion.logprobs is None:
             return None
-        own = [token_bytes(self._tokenizer, token) for token in completion.tokens]
+        own, top = [token_bytes(self._tokenizer, token) for token in completion.tokens], completion.top_logprobs
         special = self._tokenizer.all_special_ids  # not in the text
-        shown = [b"" if token in special else each for token, each in zip(completion.tokens, own, strict=True)]
-        likeliest: list[dict[str, float]] = []
-        for pairs in zip(completion.tokens, completion.logprobs, completion.top_logprobs or [], strict=False):
-            by_text: dict[str, float] = {}
-            # The token itself is one of them, with the same number in both places. Of equal texts the likelier.
-            for token, value in [pairs[:2], *(pair for pair in pairs[2] if pair[0] != pairs[0])]:
-                text = shown_token(token_bytes(self._tokenizer, token))
-                by_text[text] = max(value, by_text.get(text, value))
-            likeliest.append(by_text)
+        visible = [b"" if token in special else each for token, each in zip(completion.tokens, own, strict=True)]
         return {
             "tokens": list(map(shown_token, own)),
             "token_logprobs": completion.logprobs,
-            "top_logprobs": likeliest if completion.top_logprobs else None,
-            "text_offset": text_offsets(shown),
+            "top_logprobs": top and list(map(self._by_text, completion.tokens, completion.logprobs, top)),
+            "text_offset": text_offsets(visible),
         }
 
-    def _content(self, completion: Completion) -> Json:
-        return {"text": completion.text}
+    def _by_text(self, token: int, logprob: float, likeliest: list[tuple[int, float]]) -> dict[str, float]:
+        """The likeliest tokens of a place and its own, by text; of equal texts the likelier."""
+        by_text: dict[str, float] = {}
+        for each, value in sorted([(token, logprob), *likeliest], key=lambda pair: -pair[1]):
+            by_text.setdefault(shown_token(token_bytes(self._tokenizer, each)), value)
+        return by_text
 
+    def _answer(self, text: str) -> Json:
+        return {"text": text}
 
-def usage(cached: int, prompt: int, new: int) -> Json:
-    """Counts of tokens: of prompts with their documents, `cached` of which were documents, and of answers."""
-    total = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-    return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
+    _delta = _answer
 
 
 #: The byte of each character of byte-level vocabularies: printable ones are themselves, others follow after 255.
@@ -508,6 +505,6 @@ def text_offsets(tokens: Sequence[bytes]) -> list[int]:
 
 def document_json(info: DocumentInfo) -> Json:
     """A document as clients see it."""
-    fields = {"id": info.id, "object": "document", "tokens": info.tokens, "state": info.state, "stored": info.stored}
-    rest = {"bytes": info.num_bytes, "attended_share": info.attended_share, "created_at": int(info.created)}
-    return {**fields, **rest, "error": info.error}
+    fields = dataclasses.asdict(info)
+    size, created = fields.pop("num_bytes"), int(fields.pop("created"))
+    return {"object": "document", **fields, "bytes": size, "created_at": created}

@@ -6,22 +6,20 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import hmac
 import json
-import logging
 import math
+import os
 import signal
 import socket
 import threading
 import time
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -29,18 +27,26 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tca_jax.engine.prompts import require_tokenizer
-from tca_jax.errors import Unsupported, UserError
 from tca_jax.serve import protocol
-from tca_jax.serve.answers import AnswerCounter, Answers, EncodedPrompt, Metrics, PromptEncoder
+from tca_jax.serve.answers import AnswerCounter, Answers, EncodedPrompt, PromptEncoder
 from tca_jax.serve.constraints import Grammars, Mask
 from tca_jax.serve.engine import Engine
-from tca_jax.serve.protocol import Answering, Chat, Json, RequestError, Text, require_field
+from tca_jax.serve.protocol import (
+    Answering,
+    Chat,
+    ChatRequest,
+    CompletionRequest,
+    DocumentRequest,
+    Json,
+    RequestError,
+    Text,
+    require_field,
+)
 from tca_jax.serve.streams import Completion
 
-_T = TypeVar("_T")
-_THREADS = 64  # that wait for the engine
+Endpoint = Callable[[Request], Awaitable[Response]]
 _CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
-_log = logging.getLogger(__name__)
+_SCHEMA = "response_format.json_schema.schema"  # the field, in errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +70,12 @@ class Server:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         require_tokenizer("a server", engine.lm.name, engine.lm.tokenizer, "serve a model that has one")
         self._engine, self._settings, self._lm = engine, settings, engine.lm
-        self._encoder, self._metrics = PromptEncoder(engine), Metrics(engine)
-        self._answers = AnswerCounter(engine, self._metrics, settings.max_rows)
-        self._keys = [_digest(key) for key in settings.api_keys]
+        self._encoder, self._answers = PromptEncoder(engine), AnswerCounter(engine, settings.max_rows)
+        self._metrics = self._answers.metrics
+        self._keys = [os.fsencode(key) for key in settings.api_keys]
         self._created = int(time.time())
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tca-jax-request")
         self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
-        routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+        routes: list[tuple[str, str, Endpoint]] = [
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._metrics_text),
             ("GET", "/v1/models", self._models),
@@ -84,27 +89,24 @@ class Server:
         ]
         self.app = Starlette(
             routes=[Route(path, self._checked(path, answer), methods=[method]) for method, path, answer in routes],
-            exception_handlers={HTTPException: _http_error, Exception: _unknown_error},
+            exception_handlers={HTTPException: _http_error},
         )
 
     # All requests
 
-    def _checked(
-        self, path: str, answer: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _checked(self, path: str, answer: Endpoint) -> Endpoint:
         """An endpoint that requires the key, answers errors in the protocol's form, and is counted."""
 
         async def endpoint(request: Request) -> Response:
-            response = Response(status_code=500)  # counted if the server fails
+            response = Response(status_code=499)  # as nginx counts clients that have gone
             try:
                 if path != "/health":
                     self._require_key(request)
                 response = await answer(request)
             except ClientDisconnect:
-                response = Response(status_code=499)  # as nginx counts them
-            except UserError as error:
-                problem = protocol.of_user_error(error)
-                response = _json(problem.body(), problem.status, _error_headers(problem))
+                pass
+            except Exception as error:
+                response = _error(protocol.of_error(error))
             finally:
                 self._metrics.request(path, response.status_code)
             return response
@@ -113,7 +115,7 @@ class Server:
 
     def _require_key(self, request: Request) -> None:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip())
+        given = key.strip().encode("latin-1")  # as Starlette decodes headers
         known = [hmac.compare_digest(given, each) for each in self._keys]  # all of them: in constant time
         valid = not known or (kind.lower() == "bearer" and any(known))
         missing = "the request has no valid API key: send one as Authorization: Bearer KEY"
@@ -121,23 +123,15 @@ class Server:
 
     async def _body(self, request: Request) -> bytes:
         """The body of a request. RequestError where it is beyond the bounds of size and time."""
-        most, seconds = self._settings.max_body, self._settings.body_seconds
-        declared = request.headers.get("content-length", "0")
-        length = int(declared) if declared.isdecimal() else 0
-        body = bytearray()
+        most, seconds, body = self._settings.max_body, self._settings.body_seconds, bytearray()
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
                     body += chunk
-                    fits = max(length, len(body)) <= most
-                    require_field(fits, None, f"request body exceeds {most:,} bytes", status=413)
+                    require_field(len(body) <= most, None, f"request body exceeds {most:,} bytes", status=413)
         except TimeoutError:
             raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
         return bytes(body)
-
-    async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Runs what may wait for the engine, or for a tokenizer, beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(function, *args))
 
     # Models, metrics
 
@@ -169,56 +163,45 @@ class Server:
     # Documents
 
     async def _upload(self, request: Request) -> Response:
-        wanted = protocol.document_request(request.headers.get("content-type", ""), await self._body(request))
-        document = await self._in_thread(self._encoder.upload, wanted)
+        content_type = request.headers.get("content-type", "")
+        wanted = protocol.read_request(DocumentRequest, await self._body(request), content_type)
+        document = await run_in_threadpool(self._encoder.upload, wanted)
         return _json(protocol.document_json(self._engine.document(document)), 201)
 
     async def _documents(self, request: Request) -> Response:
-        found = await self._in_thread(self._engine.documents)
-        return _json({"object": "list", "data": list(map(protocol.document_json, found))})
+        return _json({"object": "list", "data": list(map(protocol.document_json, self._engine.documents()))})
 
     async def _document(self, request: Request) -> Response:
         return _json(protocol.document_json(self._engine.document(request.path_params["document"])))
 
     async def _delete(self, request: Request) -> Response:
         document = request.path_params["document"]
-        await self._in_thread(self._engine.forget, document)
+        await run_in_threadpool(self._engine.forget, document)
         return _json({"id": document, "object": "document.deleted", "deleted": True})
 
     # Answers
 
     async def _chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        wanted = protocol.chat_request(protocol.parse_json(body), self._settings.default_tokens)
-        self._require_model(wanted.answering.model)
+        wanted = protocol.read_request(ChatRequest, await self._body(request))
+        self._require_model(wanted.model)
         mask = None
-        if wanted.schema is not None:
+        if (schema := wanted.json_schema) is not None:
             async with self._compiling:
-                mask = await self._in_thread(self._mask, wanted.schema)
-        prompt = await self._in_thread(self._encoder.chat, wanted.messages, wanted.answering.document)
-        form = Chat(self._settings.model, self._lm.tokenizer)
-        return await self._answer(request, wanted.answering, [prompt], form, mask)
-
-    def _mask(self, schema: Json) -> Callable[[], Mask]:
-        """Creates masks of answers that are JSON of a schema."""
-        try:
-            return self._grammars.json(schema, protocol.SCHEMA)
-        except Unsupported as error:
-            raise RequestError(f"response_format: {error}", param="response_format", code="unsupported") from None
+                mask = await run_in_threadpool(lambda: self._grammars.json(schema, _SCHEMA))
+        messages = [message.as_dict() for message in wanted.messages]
+        prompt = await run_in_threadpool(self._encoder.chat, messages, wanted.document)
+        return await self._answer(request, wanted, [prompt], Chat(self._settings.model, self._lm.tokenizer), mask)
 
     @functools.cached_property
     def _grammars(self) -> Grammars:
         return Grammars(self._lm)  # takes about a second
 
     async def _complete(self, request: Request) -> Response:
-        wanted = protocol.completion_request(protocol.parse_json(await self._body(request)))
-        self._require_model(wanted.answering.model)
-
-        def encode() -> list[EncodedPrompt]:
-            return [self._encoder.complete(prompt, wanted.answering.document) for prompt in wanted.prompts]
-
-        prompts = await self._in_thread(encode)
-        return await self._answer(request, wanted.answering, prompts, Text(self._settings.model, self._lm.tokenizer))
+        wanted = protocol.read_request(CompletionRequest, await self._body(request))
+        self._require_model(wanted.model)
+        encode = functools.partial(self._encoder.complete, document=wanted.document)
+        prompts = await run_in_threadpool(lambda: list(map(encode, wanted.prompt)))
+        return await self._answer(request, wanted, prompts, Text(self._settings.model, self._lm.tokenizer))
 
     async def _answer(
         self,
@@ -228,36 +211,33 @@ class Server:
         form: Chat,
         mask: Callable[[], Mask] | None = None,
     ) -> Response:
-        lengths = [self._max_tokens(wanted, each) for each in prompts]
-        options = {**wanted.options, "logprobs": wanted.logprobs or wanted.logprobs is not None}
-        answers = await self._answers.ask(prompts, lengths, wanted.n, options, mask, self._in_thread)
+        options = protocol.answer_options(wanted)
+        asked = [(each, {**options, "max_new_tokens": self._max_tokens(wanted, each)}) for each in prompts]
+        answers = await self._answers.ask(asked, wanted.n, mask)
         if wanted.stream:
-            return _Events(self._events(answers, form, wanted.include_usage, prompts), answers)
+            return _Events(self._events(answers, form, wanted.stream_options.include_usage, prompts), answers)
         completions = await self._completions(request, answers)
         return _json(form.response(completions, _usage(prompts, completions)))
 
     def _max_tokens(self, wanted: Answering, prompt: EncodedPrompt) -> int:
         """Most tokens of an answer: what is requested, or as many as the model has positions for."""
-        most, given = self._settings.max_tokens, wanted.max_tokens
+        most, given = self._settings.max_tokens, wanted.limit
         if given is not None:
             require_field(given <= most, "max_tokens", f"max_tokens = {given}: must be at most {most}")
             return given
         left = self._lm.config.max_context - prompt.document_tokens - len(prompt.tokens)
-        return max(1, wanted.options["min_new_tokens"], min(wanted.default_tokens, most, left))
+        default = wanted.default_tokens or self._settings.default_tokens
+        return max(1, wanted.min_tokens, min(default, most, left))
 
     async def _completions(self, request: Request, answers: Answers) -> list[Completion]:
         """All answers of a request, whose rows are free when this returns, also because the client has gone."""
-        ended = asyncio.ensure_future(answers.completions(self._settings.answer_seconds))
+        ended = asyncio.ensure_future(answers.all(self._settings.answer_seconds))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 raise ClientDisconnect
             return ended.result()
-        except ClientDisconnect:
-            raise
-        except Exception as error:
-            raise _public_error(error) from None
         finally:
             gone.cancel()
             ended.cancel()
@@ -267,31 +247,22 @@ class Server:
         self, answers: Answers, form: Chat, include_usage: bool, prompts: Sequence[EncodedPrompt]
     ) -> AsyncIterator[bytes]:
         """The server-sent events of an answer."""
-        completions = []
-        for index in range(len(answers.streams)):
-            if (first := form.begin(index)) is not None:
-                yield _event(first)
+        for first in form.begin(answers.rows):
+            yield _event(first)
         try:
             async for index, piece in answers.pieces(self._settings.answer_seconds):
-                if isinstance(piece, Completion):
-                    completions.append(piece)
-                    yield _event(form.end(index, piece))
-                else:
-                    yield _event(form.piece(index, piece))
+                yield _event(form.event(index, piece))
         except Exception as error:
-            yield _event(_public_error(error).body())
+            yield _event(protocol.of_error(error).body())
             return
         if include_usage:
-            yield _event(form.usage(_usage(prompts, completions)))
+            yield _event(form.usage(_usage(prompts, answers.completions.values())))
         yield b"data: [DONE]\n\n"
 
-    def cancel_answers(self) -> None:
-        """Ends all answers that are being written."""
-        self._answers.cancel_all()
-
     def close(self) -> None:
-        """Frees the threads that wait for the engine."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Ends all answers that are being written; their clients get an error."""
+        for answers in self._answers.open:
+            answers.cancel()
 
 
 class _Events(StreamingResponse):
@@ -302,10 +273,8 @@ class _Events(StreamingResponse):
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with contextlib.closing(self._answers):
             await super().__call__(scope, receive, send)
-        finally:
-            self._answers.close()
 
 
 async def _disconnected(request: Request) -> None:
@@ -314,46 +283,32 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _usage(prompts: Sequence[EncodedPrompt], completions: Sequence[Completion]) -> Json:
+def _usage(prompts: Sequence[EncodedPrompt], completions: Collection[Completion]) -> Json:
+    """Counts of tokens: of prompts with their documents, of answers, and of documents."""
     cached, new = sum(each.document_tokens for each in prompts), sum(len(each.tokens) for each in completions)
-    return protocol.usage(cached, cached + sum(len(each.tokens) for each in prompts), new)
+    prompt = cached + sum(len(each.tokens) for each in prompts)
+    total = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def _event(data: Json) -> bytes:
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _json(data: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(json.dumps(data).encode(), status, headers, media_type="application/json")
+def _json(data: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json.dumps(data), status, headers, media_type="application/json")
 
 
-def _public_error(error: Exception) -> RequestError:
-    """The error that a client gets for a failed answer; one that is not the client's is in the log."""
-    if isinstance(error, UserError):
-        return protocol.of_user_error(error)
-    _log.error("an answer failed", exc_info=error)
-    return RequestError(f"the answer failed: {type(error).__name__}", status=500)
-
-
-def _error_headers(problem: RequestError) -> dict[str, str] | None:
-    if problem.status == 401:
-        return {"WWW-Authenticate": "Bearer"}
-    return {"Retry-After": "1"} if problem.status in (429, 503) else None
+def _error(problem: RequestError) -> Response:
+    later = {"Retry-After": "1"}
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: later, 503: later}.get(problem.status)
+    return _json(problem.body(), problem.status, headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     problem = RequestError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    return _json(problem.body(), error.status_code, dict(error.headers or {}))
-
-
-async def _unknown_error(request: Request, error: Exception) -> Response:
-    return _json(RequestError("the server failed; its log says why", status=500).body(), 500)
-
-
-def _digest(key: str) -> bytes:
-    """A key, in as many bytes as any other."""
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+    return _json(problem.body(), error.status_code, error.headers)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -366,14 +321,8 @@ class _Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
         self.interrupted = self.interrupted or sig == signal.SIGINT
+        asyncio.get_running_loop().call_later(self._seconds, self._server.close)
         super().handle_exit(sig, frame)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        cancelling = asyncio.get_running_loop().call_later(self._seconds, self._server.cancel_answers)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            cancelling.cancel()
 
 
 def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: Callable[[], None]) -> tuple[bool, bool]:
@@ -390,7 +339,6 @@ def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: C
         ready()
         yield
         closing.start()
-        server.close()
         deadline = time.monotonic() + settings.grace_seconds
         while closing.is_alive() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

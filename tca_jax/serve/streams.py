@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal
 
 from tca_jax.engine.lm import LM
@@ -50,14 +50,12 @@ class Stream:
     def __init__(self, lm: LM, options: AnswerOptions, cancel: Callable[[Stream], None], *, keep: bool = False) -> None:
         self.options, self.keep, self._cancel = options, keep, cancel
         self._reader = AnswerReader(lm, options.stop, options.stop_tokens, options.min_new_tokens)
-        self._changed = threading.Condition()
-        self._reading = threading.Lock()  # several threads may read
-        self._listeners: list[Callable[[], None]] = []
+        self._lock, self._reading = threading.Lock(), threading.Lock()  # of what is below; of the reader
+        self._listeners: list[Callable[[], object]] = []
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[list[tuple[int, float]]] = []
-        self._ended: FinishReason | None = None
-        self._error: BaseException | None = None
+        self._ended: FinishReason | BaseException | None = None
         self._cancelled = False
         self.asked, self.first_token_at, self.last_token_at = time.perf_counter(), 0.0, 0.0
         self.prompt_tokens = self.document_tokens = 0
@@ -66,91 +64,58 @@ class Stream:
     @property
     def tokens(self) -> list[int]:
         """All tokens so far."""
-        with self._changed:
+        with self._lock:
             return list(self._tokens)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing follows."""
+        return self._ended is not None
 
     def add(self, tokens: list[int], logprobs: list[float], top: list[list[tuple[int, float]]]) -> None:
         """More tokens."""
-        now = time.perf_counter()
-        with self._changed:
-            self.first_token_at = self.first_token_at or now
-            self.last_token_at = now
+        with self._changing():
+            self.last_token_at = time.perf_counter()
+            self.first_token_at = self.first_token_at or self.last_token_at
             self._tokens += tokens
             self._logprobs += logprobs
             self._top += top
-        self._tell()
 
     def end(self, reason: FinishReason, document: str | None = None) -> None:
         """Ends the answer; the first end stands."""
-        with self._changed:
+        with self._changing():
             if not self.ended:
                 self._ended, self.document = reason, document
-        self._tell()
 
     def fail(self, error: BaseException) -> None:
         """Ends the answer with an error; the first end stands."""
-        with self._changed:
-            if not self.ended:
-                self._error = error
-        self._tell()
-
-    def _tell(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-            listeners = list(self._listeners)
-        for listener in listeners:
-            listener()
+        with self._changing():
+            self._ended = error if self._ended is None else self._ended
 
     def cancel(self) -> None:
         """Ends the answer, whose tokens so far stay; nothing happens if it has ended."""
         self._cancel(self)
 
-    def listen(self, listener: Callable[[], None]) -> None:
+    def listen(self, listener: Callable[[], object]) -> None:
         """Has a function called whenever there is more, in the engine's thread, which it must not block."""
-        with self._changed:
+        with self._lock:
             self._listeners.append(listener)
 
-    @property
-    def ended(self) -> bool:
-        """Whether nothing follows."""
-        return self._ended is not None or self._error is not None
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._lock:
+            yield
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
 
     def __iter__(self) -> Iterator[str]:
-        sent = 0
-        while True:
-            with self._changed:
-                seen = self._version()
-            piece, finished = self._piece(sent)
-            sent += len(piece)
-            if piece:
-                yield piece
-            if finished:
-                return
-            with self._changed:
-                self._changed.wait_for(functools.partial(self._is_newer, seen))
+        return self._pieces(None)
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-        def listener() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(changed.set)
-
-        sent = 0
-        self.listen(listener)
-        try:
-            while True:
-                changed.clear()
-                piece, finished = self._piece(sent)
-                sent += len(piece)
-                if piece:
-                    yield piece
-                if finished:
-                    return
-                await changed.wait()
-        finally:
-            with self._changed:
-                self._listeners.remove(listener)
+        async for _, piece in follow([self]):
+            if isinstance(piece, str):
+                yield piece
 
     def result(self, timeout: float | None = None) -> Completion:
         """The answer, when it has ended.
@@ -159,56 +124,58 @@ class Stream:
             TimeoutError: it has not ended within `timeout` seconds.
             Exception: the model computes NaN or infinity, the document is gone, the mask raises, or the engine fails.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            with self._changed:
-                seen = self._version()
-            if self._read()[1]:
-                return self._completion()
-            left = None if deadline is None else deadline - time.monotonic()
-            with self._changed:
-                newer = self._changed.wait_for(functools.partial(self._is_newer, seen), left)
-                require(newer, f"the answer has not ended within {timeout} seconds", TimeoutError)
+        for _ in self._pieces(timeout):
+            pass
+        return self.completion_now()
 
     async def completion(self) -> Completion:
         """As `result`, for asyncio."""
         async for _ in self:
             pass
-        return self._completion()
+        return self.completion_now()
 
-    def _version(self) -> tuple[int, bool]:
-        return len(self._tokens), self.ended
+    def _pieces(self, timeout: float | None) -> Iterator[str]:
+        deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout is None else timeout)
+        changed, sent = threading.Event(), 0
+        self.listen(changed.set)
+        while True:
+            changed.clear()
+            piece, finished = self.piece(sent)
+            sent += len(piece)
+            if piece:
+                yield piece
+            if finished:
+                return
+            in_time = changed.wait(deadline - time.monotonic())
+            require(in_time, f"the answer has not ended within {timeout} seconds", TimeoutError)
 
-    def _is_newer(self, version: tuple[int, bool]) -> bool:
-        return self._version() != version
-
-    def _read(self) -> tuple[Answer, bool]:
-        """The answer so far, and whether that is all."""
-        with self._changed:
-            tokens, ended, error = list(self._tokens), self._ended, self._error
-        if error is not None:
-            raise error
+    def _read(self) -> tuple[Answer, FinishReason | None]:
+        """The answer so far, and its finish reason if that is all."""
+        with self._lock:
+            tokens, ended = list(self._tokens), self._ended
+        if isinstance(ended, BaseException):
+            raise ended
         with self._reading:
             answer = self._reader.read(tokens)
             cancels = answer.stopped and ended is None and not self._cancelled
             self._cancelled = self._cancelled or cancels
         if cancels:  # at a stop string, which only the reader sees
             self.cancel()
-        return answer, ended is not None or (answer.stopped and not self.keep)
+        return answer, "stop" if answer.stopped and (ended or not self.keep) else ended
 
-    def _piece(self, sent: int) -> tuple[str, bool]:
+    def piece(self, sent: int) -> tuple[str, bool]:
         """Text after the characters that were handed out, and whether it is the last."""
-        answer, finished = self._read()
-        certain = certain_characters(answer, self.options.stop, finished=finished)
-        return (answer.text or "")[sent : max(sent, certain)], finished
+        answer, reason = self._read()
+        certain = certain_characters(answer, self.options.stop, finished=reason is not None)
+        return (answer.text or "")[sent : max(sent, certain)], reason is not None
 
-    def _completion(self) -> Completion:
-        answer, _ = self._read()
+    def completion_now(self) -> Completion:
+        """The answer, which has ended."""
+        answer, reason = self._read()
         count, options = len(answer.tokens), self.options
-        reason: FinishReason = "stop" if answer.stopped else self._ended or "length"
         return Completion(
             tokens=answer.tokens,
-            finish_reason=reason,
+            finish_reason=reason or "length",
             prompt_tokens=self.prompt_tokens,
             document_tokens=self.document_tokens,
             document=self.document,
@@ -218,3 +185,39 @@ class Stream:
             top_logprobs=[of[: options.logprobs] for of in self._top[:count]] if options.logprobs else None,
             _text=answer.text,
         )
+
+
+async def follow(
+    streams: Sequence[Stream], seconds: float | None = None
+) -> AsyncIterator[tuple[int, str | Completion]]:
+    """Pieces of several answers, each with its index, and their completions. TimeoutError after `seconds`."""
+    loop, wake = asyncio.get_running_loop(), asyncio.Event()
+    deadline = None if seconds is None else loop.time() + seconds
+    sent, changed = [0] * len(streams), set[int]()
+
+    def note(index: int) -> None:
+        changed.add(index)
+        wake.set()
+
+    def listener(index: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(note, index)
+
+    running = set(range(len(streams)))
+    for index in running:
+        streams[index].listen(functools.partial(listener, index))
+        note(index)
+    while running:
+        async with asyncio.timeout_at(deadline):
+            await wake.wait()
+        wake.clear()
+        now = sorted(changed & running)
+        changed.clear()
+        for index in now:
+            piece, finished = streams[index].piece(sent[index])
+            sent[index] += len(piece)
+            if piece:
+                yield index, piece
+            if finished:
+                running.remove(index)
+                yield index, streams[index].completion_now()

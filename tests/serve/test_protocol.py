@@ -1,53 +1,51 @@
 """Requests and answers of the OpenAI protocol; no model is run."""
 
-import functools
 import json
+import re
 
 import pytest
 import word_pieces
+from pydantic import ValidationError
 
 import tca_jax
 from tca_jax.errors import UserError
 from tca_jax.serve.protocol import (
     Chat,
+    ChatRequest,
+    CompletionRequest,
     DocumentRequest,
     RequestError,
     Text,
-    chat_request,
-    completion_request,
-    document_request,
-    of_user_error,
-    parse_json,
+    answer_options,
+    of_error,
+    read_request,
 )
 from tca_jax.serve.streams import Completion
 
 HELLO = [{"role": "user", "content": "Hello"}]
+LONG = "x" * 10_000
 
 
 def json_schema(**fields):
     return {"type": "json_schema", "json_schema": {"name": "a-name", "schema": {}, **fields}}
 
 
-def upload(fields):
-    return document_request("application/json; charset=utf-8", json.dumps(fields).encode())
+def read(kind, fields):
+    body = json.dumps(fields).replace("Infinity", "1e400").encode()
+    return read_request(kind, body, "application/json; charset=utf-8")
 
 
 def test_defaults_of_the_protocol():
-    assert document_request("text/plain", b"a").text == "a"
-    assert upload({"text": "a", "system": "b"}) == DocumentRequest("a", "b", None)
-    wanted = chat_request({"messages": HELLO, "stop": None, "n": None, "tools": None, "user": "me"}, 512)
-    assert (wanted.answering.n, wanted.answering.max_tokens, wanted.answering.default_tokens) == (1, None, 512)
-    assert (wanted.answering.options["temperature"], wanted.answering.options["stop"]) == (1.0, ())
-    assert (wanted.answering.logprobs, wanted.answering.stream) == (None, False)
-    completion = completion_request({"prompt": [[1, 2], [3]], "max_tokens": 1, "logprobs": 0})
-    assert (completion.prompts, completion.answering.logprobs, completion.answering.default_tokens) == (
-        [[1, 2], [3]],
-        0,
-        16,
-    )
-    assert completion_request({"prompt": [1, 2]}).prompts == [[1, 2]]
-    seeds = {chat_request({"messages": HELLO}, 1).answering.options["seed"] for _ in range(3)}
-    assert len(seeds) == 3
+    assert read_request(DocumentRequest, b"a", "text/plain").text == "a"
+    assert read(DocumentRequest, {"text": "a", "system": "b"}) == DocumentRequest(text="a", system="b", chat=None)
+    wanted = read(ChatRequest, {"messages": HELLO, "stop": None, "n": None, "tools": None, "user": "me"})
+    assert (wanted.n, wanted.limit, wanted.default_tokens, wanted.stream) == (1, None, None, False)
+    options = answer_options(wanted)
+    assert (options["temperature"], options["stop"], options["logprobs"]) == (1.0, [], False)
+    completion = read(CompletionRequest, {"prompt": [[1, 2], [3]], "max_tokens": 1, "logprobs": 0})
+    assert (completion.prompt, completion.num_logprobs, completion.default_tokens) == ([[1, 2], [3]], 0, 16)
+    assert read(CompletionRequest, {"prompt": [1, 2]}).prompt == [[1, 2]]
+    assert len({read(ChatRequest, {"messages": HELLO}).seed for _ in range(3)}) == 3
 
 
 def test_fields_of_openai_clients_are_read():
@@ -55,93 +53,108 @@ def test_fields_of_openai_clients_are_read():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "Be brief."}, *HELLO, answer, {"role": "user", "content": parts}]
     given = {"max_completion_tokens": 7, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
-    wanted = chat_request({"messages": messages, "logprobs": True, "top_logprobs": 3, **given}, 1)
-    assert [each["role"] for each in wanted.messages] == ["system", "user", "assistant", "user"]
-    assert wanted.messages[2:] == [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "a\n\nb"}]
-    assert (wanted.answering.max_tokens, wanted.answering.logprobs, wanted.schema) == (7, 3, None)
+    wanted = read(ChatRequest, {"messages": messages, "logprobs": True, "top_logprobs": 3, **given})
+    read_messages = [each.as_dict() for each in wanted.messages]
+    assert [each["role"] for each in read_messages] == ["system", "user", "assistant", "user"]
+    assert read_messages[2:] == [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "a\n\nb"}]
+    assert (wanted.limit, wanted.num_logprobs, wanted.json_schema) == (7, 3, None)
     for form, schema in (
         ({"type": "json_object"}, {"type": "object"}),
         (json_schema(schema={"enum": [1]}, strict=True, description="One."), {"enum": [1]}),
     ):
-        assert chat_request({"messages": HELLO, "response_format": form}, 1).schema == schema
+        assert read(ChatRequest, {"messages": HELLO, "response_format": form}).json_schema == schema
 
 
-CHAT = functools.partial(chat_request, default_tokens=1)
 REFUSED = [
     *(
-        (CHAT, {"messages": HELLO, **fields}, message)
+        (ChatRequest, {"messages": HELLO, **fields}, message)
         for fields, message in (
-            ({"messages": []}, "messages = .*: must be a list of messages"),
-            ({"messages": [{"role": "tool", "content": "x"}]}, r'messages\[0\].role = "tool": must be one of'),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
-            ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, 'has "tool_calls"'),
-            ({"top_logprobs": 2}, "needs logprobs = true"),
-            ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
-            ({"stream": 1}, "stream = 1: must be true or false"),
+            ({"messages": []}, r"messages = \[\]: must have at least 1 item"),
+            ({"messages": None}, "messages = null: must be given"),
+            ({"messages": ["x"]}, r'messages\[0\] = "x": must be an object with role, content'),
+            ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role = \"tool\": must be 'system', '"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+                r"messages\[0\].content\[0\].type = \"image_url\": must be 'text'",
+            ),
+            (
+                {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
+                r"messages\[0\].tool_calls = \[1\]: unknown field: must be one of role, content$",
+            ),
+            ({"top_logprobs": 2}, "top_logprobs = 2: needs logprobs = true"),
+            ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens = 3: differs"),
+            ({"stream": 1}, "stream = 1: must be a valid boolean"),
             ({"stream_options": {"include_usage": True}}, "needs stream = true"),
-            ({"stop": ["x"] * 65}, "at most 64 strings"),
-            ({"temperature": -1}, "temperature = -1: must be a number of at least 0"),
-            ({"temperature": float("1e400")}, "temperature = Infinity"),
-            ({"n": 65}, "n = 65: must be an integer from 1 to 64"),
-            ({"tools": [{"type": "function"}]}, "tools are not supported"),
+            ({"stop": ["x"] * 65}, "must have at most 64 items"),
+            ({"stop": 1}, r"stop\[0\] = 1: must be a valid string"),
+            ({"temperature": "1"}, 'temperature = "1": must be a valid number'),
+            ({"temperature": float("inf")}, "temperature = Infinity: must be a finite number"),
+            ({"n": 65}, "n = 65: must be less than or equal to 64"),
+            ({"n": 1.5}, "n = 1.5: must be a valid integer"),
+            ({"tools": [{"type": "function"}]}, "tools and functions are not supported"),
             ({"presence_penalty": 0.5}, "must be 0"),
-            ({"seed": -1}, "seed = -1: must be an integer from 0 to 4294967295"),
             ({"logit_bias": {"5": 1}}, "must be empty"),
-            ({"document": ["x"]}, "must be a string"),
-            ({"response_format": {"type": "text", "schema": {}}}, "response_format = .*: must be"),
+            ({"document": ["x"]}, "must be a valid string"),
+            ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema = {}: unknown field"),
+            ({"response_format": {"type": "json_schema"}}, "response_format.json_schema = null: must be given"),
             (
                 {"response_format": json_schema(strict=1)},
-                "response_format.json_schema.strict = 1: must be true or false",
+                "response_format.json_schema.strict = 1: must be a valid bool",
             ),
-            ({"response_format": json_schema(name="a b")}, 'json_schema.name = "a b": must be 1 to 64 letters'),
-            ({"response_format": json_schema(schema=None)}, "json_schema.schema = null: must be an object"),
-            ({"response_format": json_schema(file="x")}, "json_schema = .*: must be an object with name, schema"),
-            ({"x" * 10_000: 1}, "is no field of this request"),
+            ({"response_format": json_schema(name="a b")}, r'json_schema.name = "a b": must match pattern .*\{1,64\}'),
+            ({"response_format": json_schema(schema=None)}, "json_schema.schema = null: must be given"),
+            ({"response_format": json_schema(file="x")}, "json_schema.file = .*: must be one of name, schema, strict"),
+            ({LONG: 1}, "x = 1: unknown field: must be one of model, document, .*response_format$"),
+            ({"\ud800": [1] * 10_000}, "unknown field"),
         )
     ),
     *(
-        (completion_request, {"prompt": "x", **fields}, message)
+        (CompletionRequest, {"prompt": "x", **fields}, message)
         for fields, message in (
             ({"prompt": []}, "prompt = .*: must be text"),
             ({"prompt": [[1], []]}, "none may be empty"),
-            ({"max_tokens": 0}, "max_tokens = 0: must be an integer from 1"),
+            ({"max_tokens": 0}, "max_tokens = 0: must be greater than or equal to 1"),
+            ({"best_of": 2}, "best_of = 2: must be n = 1"),
             ({"echo": True}, "echo = true: must be false"),
         )
     ),
     *(
-        (upload, fields, message)
+        (DocumentRequest, fields, message)
         for fields, message in (
-            ({}, "text: must be given"),
-            ({"text": "a", "file": "/etc/passwd"}, '"file" is no field'),
+            ({}, "text = null: must be given"),
+            ({"text": ""}, 'text = "": must have at least 1 character'),
+            ({"text": "a", "file": "/etc/passwd"}, 'file = "/etc/passwd": unknown field'),
             ({"text": "a", "system": "b", "chat": False}, "leave out chat = false"),
         )
     ),
 ]
 
 
-@pytest.mark.parametrize(("read", "fields", "message"), REFUSED)
-def test_refused_fields_are_named(read, fields, message):
-    with pytest.raises(RequestError, match=message) as raised:
-        read(fields)
-    assert len(str(raised.value)) < 1000
-    assert raised.value.body()["error"]["param"] is not None
+@pytest.mark.parametrize(("kind", "fields", "message"), REFUSED)
+def test_refused_fields_are_named(kind, fields, message):
+    with pytest.raises(ValidationError) as raised:
+        read(kind, fields)
+    body = json.loads(json.dumps(of_error(raised.value).body()))["error"]
+    assert re.search(message, body["message"]), body["message"]
+    assert len(body["message"]) < 1000
+    assert body["param"] is not None
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"NaN", b"[" * 100_000, b"\xff", b'{"n": 1' + b"0" * 5000 + b"}"])
 def test_invalid_json_is_refused(body):
     with pytest.raises(RequestError, match="not valid JSON"):
-        parse_json(body)
+        read_request(ChatRequest, body)
 
 
 def test_errors_name_fields_of_the_protocol():
-    told = of_user_error(UserError("max_new_tokens = 0: must be an integer of at least 1"))
+    told = of_error(UserError("max_new_tokens = 0: must be an integer of at least 1"))
     assert (str(told), told.param, told.status) == (
         "max_tokens = 0: must be an integer of at least 1",
         "max_tokens",
         400,
     )
-    assert of_user_error(UserError("the engine is closed")).param is None
-    of_schema = of_user_error(UserError("response_format.json_schema.schema: fails"))
+    assert of_error(UserError("the engine is closed")).param is None
+    of_schema = of_error(UserError("response_format.json_schema.schema: fails"))
     assert of_schema.param == "response_format.json_schema.schema"
 
 
