@@ -18,7 +18,6 @@ from tca_jax.calibration.repetition import (
     TARGETS,
     LayerInputs,
     LayerTargets,
-    TextRows,
     chat_frame,
     read_inputs,
     repetition_request,
@@ -93,7 +92,6 @@ def fit_worth(
     texts: Sequence[Sequence[int]],
     *,
     targets: Sequence[str] = TARGETS[:1],
-    questions: Sequence[TextRows] = (),
     chunk: int = CHUNK,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, WorthMaps]:
@@ -103,7 +101,6 @@ def fit_worth(
         lm: The model, on one device, with any profile.
         texts: Token ids of at least two texts, of `pack_texts`.
         targets: Names of `TARGETS`, which share passes and Gram matrices.
-        questions: For each text, rows that ask for what it holds and count beside its repetition; none by default.
         chunk: Tokens that are repeated at once.
         progress: Called with the stage, the texts done and their number.
 
@@ -113,9 +110,6 @@ def fit_worth(
     """
     unknown = sorted(set(targets) - set(TARGETS))
     require(not unknown, f"targets has {unknown}: must be of {list(TARGETS)}")
-    require(
-        len(questions) in (0, len(texts)), f"questions has {len(questions)} entries: must have {len(texts)} or none"
-    )
     require(len(texts) >= 2, f"texts has {len(texts)}: must be at least 2, one to fit and one to measure")
     shortest, longest, request = min(map(len, texts)), max(map(len, texts)), repetition_request(lm)
     require(shortest >= 2 * chunk, f"texts has one of {shortest} tokens: must be at least {2 * chunk}, two chunks")
@@ -129,18 +123,14 @@ def fit_worth(
     weights = np.zeros((lm.config.num_layers, lm.config.num_kv_heads))
     places = np.array([TARGETS.index(name) for name in targets])
 
-    def targets_of(number: int, layers: list[LayerInputs]) -> list[LayerTargets]:
-        """Of all layers: the largest over a text's repetition and its questions, and the repetition's head weights."""
-        ids = texts[number]
+    def targets_of(ids: Sequence[int], layers: list[LayerInputs]) -> list[LayerTargets]:
+        """Targets of a text in all layers."""
         found = dict(text_targets(lm, ids, layers, repetition_rows(ids, request, chunk)))
-        for layer, (values, _) in text_targets(lm, ids, layers, questions[number]) if questions else ():
-            both = jnp.maximum(found[layer].values[..., : len(ids)], values[..., : len(ids)])
-            found[layer] = LayerTargets(both, found[layer].head_weight)
         return [LayerTargets(found[i].values[places, :, : len(ids)], found[i].head_weight) for i in range(len(layers))]
 
     for done, ids in enumerate(texts[:fitted]):
         layers = read_inputs(lm, ids)
-        for number, (values, weight) in enumerate(targets_of(done, layers)):
+        for number, (values, weight) in enumerate(targets_of(ids, layers)):
             sums[number] = _add(sums[number], layers[number].x[0, : len(ids)], values)
             weights[number] += on_host(weight)
         progress("fit", done + 1, fitted)
@@ -149,7 +139,7 @@ def fit_worth(
     measured = [_Measured() for _ in targets]
     for done, ids in enumerate(texts[fitted:]):
         layers = read_inputs(lm, ids)
-        for number, (values, _) in enumerate(targets_of(fitted + done, layers)):
+        for number, (values, _) in enumerate(targets_of(ids, layers)):
             logs = on_host(_logs(values))
             for target, of_target in enumerate(measured):
                 predicted = on_host(predict(maps[number, target], layers[number].x))[:, : len(ids)]

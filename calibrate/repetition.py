@@ -49,11 +49,11 @@ class LayerTargets(NamedTuple):
 
 
 class TextRows(NamedTuple):
-    """Rows of tokens that follow a text: its repetition, or questions with their answers."""
+    """Rows of tokens that follow a text: its repetition in chunks."""
 
     tokens: Int32[np.ndarray, "R n"]
     counted: Float32[np.ndarray, "R n"]  # 1 at tokens whose prediction of the next one counts
-    chunk: int | None = None  # tokens of the chunk that row r repeats, the r-th; it sees what is near. None: all
+    chunk: int  # tokens of the chunk that row r repeats, the r-th
 
 
 def chat_frame(lm: Encoder) -> tuple[list[int], list[int]]:
@@ -130,10 +130,8 @@ def _read_layer(
     return after, LayerInputs(hidden, *(jnp.where(text[:, None, None], each, 0) for each in (k, v)))
 
 
-def _seen_by(x: Float[Array, "1 L H d"], rows: int, chunk: int | None) -> Float[Array, "R m H d"]:
-    """What each row sees of the text: all, or its own chunk, the one before, the first tokens."""
-    if chunk is None:
-        return jnp.broadcast_to(x, (rows, *x.shape[1:]))
+def _seen_by(x: Float[Array, "1 L H d"], rows: int, chunk: int) -> Float[Array, "R m H d"]:
+    """What each row sees of the text: its own chunk, the one before, the first tokens."""
     padded = jnp.pad(x[0, : rows * chunk], ((0, max(0, rows * chunk - x.shape[1])), (0, 0), (0, 0)))
     own = padded.reshape(rows, chunk, *x.shape[2:])
     before = jnp.concatenate([own[:1], own[:-1]])
@@ -141,10 +139,8 @@ def _seen_by(x: Float[Array, "1 L H d"], rows: int, chunk: int | None) -> Float[
     return jnp.concatenate([own, before, first], axis=1)
 
 
-def _exists(tokens: int, rows: int, chunk: int | None, length: Int[Array, ""]) -> Bool[Array, "R m"]:
+def _exists(rows: int, chunk: int, length: Int[Array, ""]) -> Bool[Array, "R m"]:
     """Which of these tokens exist, each once."""
-    if chunk is None:
-        return jnp.broadcast_to(jnp.arange(tokens) < length, (rows, tokens))
     row = jnp.arange(rows)[:, None]
     own = row * chunk + jnp.arange(chunk) < length
     before = jnp.broadcast_to(row >= 1, own.shape)
@@ -171,12 +167,12 @@ def _attend_row(row: _Row) -> Float[Array, "n Hq d"]:
 
 
 def _rows_of(
-    q: Array, k: Array, v: Array, text_k: Array, text_v: Array, length: Int[Array, ""], rows: int, chunk: int | None
+    q: Array, k: Array, v: Array, text_k: Array, text_v: Array, length: Int[Array, ""], rows: int, chunk: int
 ) -> _Row:
     """Arguments of all rows, stacked."""
     q, k, v = (x.reshape(rows, -1, *x.shape[2:]) for x in (q, k, v))
     keys, values = (_seen_by(x, rows, chunk) for x in (text_k, text_v))
-    return q, k, v, keys, values, _exists(text_k.shape[1], rows, chunk, length)
+    return q, k, v, keys, values, _exists(rows, chunk, length)
 
 
 @functools.partial(layer_program, static=("rows", "chunk"))
@@ -191,7 +187,7 @@ def _attend_layer(
     length: Int[Array, ""],
     *,
     rows: int,
-    chunk: int | None,
+    chunk: int,
 ) -> tuple[Array, None]:
     def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
         stacked = _rows_of(q, k, v, text_k, text_v, length, rows, chunk)
@@ -213,7 +209,7 @@ def _differentiate_layer(
     length: Int[Array, ""],
     *,
     rows: int,
-    chunk: int | None,
+    chunk: int,
     heads: tuple[int, int],  # query heads and their size
 ) -> tuple[Float[Array, "1 P D"], LayerTargets]:
     def layer(x: Array, added: Array) -> tuple[Array, tuple[_Row, Array]]:
@@ -228,13 +224,11 @@ def _differentiate_layer(
     before, slope = pullback(cotangent)
     slope, out = (each.reshape(rows, -1, *heads) for each in (slope, out))
 
-    own = text_k.shape[1] if chunk is None else chunk  # the first of the tokens that a row sees
-
     def of_row(part: tuple[_Row, Array, Array, Array]) -> tuple[Float32[Array, "3 Hkv c"], Float32[Array, " Hkv"]]:
         row, out, slope, counted = part
-        kv_heads, values = row[1].shape[1], row[4][:own].astype(jnp.float32)
+        kv_heads, values = row[1].shape[1], row[4][:chunk].astype(jnp.float32)
         slope, out = (each.reshape(len(out), kv_heads, -1, heads[1]).astype(jnp.float32) for each in (slope, out))
-        p = jnp.where(counted[:, None] > 0, _probabilities(row)[..., :own], 0)
+        p = jnp.where(counted[:, None] > 0, _probabilities(row)[..., :chunk], 0)
         norm = jnp.linalg.norm(slope, axis=-1)
         change = jnp.einsum("nhgd,lhd->hgnl", slope, values) - (slope * out).sum(-1).transpose(1, 2, 0)[..., None]
         found = p * norm.transpose(1, 2, 0)[..., None], p, p * jnp.abs(change)
@@ -244,5 +238,5 @@ def _differentiate_layer(
 
     values, weight = jax.lax.map(of_row, (stacked, out, slope, counted))
     size = jnp.linalg.norm(text_v[0].astype(jnp.float32), axis=-1).sum(axis=0) / length
-    together = values.max(axis=0) if chunk is None else values.transpose(1, 2, 0, 3).reshape(3, -1, rows * chunk)
-    return before, LayerTargets(together, weight.sum(axis=0) / counted.sum() * size)
+    of_text = values.transpose(1, 2, 0, 3).reshape(3, -1, rows * chunk)
+    return before, LayerTargets(of_text, weight.sum(axis=0) / counted.sum() * size)

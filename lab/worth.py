@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,14 +29,14 @@ from jaxtyping import Array, Bool, Float32
 
 import tca_jax
 from tca_jax.calibration.predicted_worth import WorthMaps, fit_worth, pack_texts, predictions
-from tca_jax.calibration.repetition import TARGETS, TextRows, read_inputs
+from tca_jax.calibration.repetition import TARGETS, read_inputs
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import encode_verbatim
 from tca_jax.errors import require
 from tca_jax.lab.benchmarks.common import Compilations, peak_memory
 from tca_jax.lab.evaluation import late_facts, reading_loss, real_models, sticks
-from tca_jax.lab.evaluation.by_layers import Answers, MaskedRead, ask, question_scores, read_full
+from tca_jax.lab.evaluation.by_layers import Answers, MaskedRead, ask, question_scores
 from tca_jax.lab.evaluation.late_documents import LateDocument, calibration_text, late_document, repeating_document
 from tca_jax.lab.evaluation.ruler import TASKS as RULER
 from tca_jax.lab.evaluation.samples import Drawing
@@ -55,7 +53,7 @@ from tca_jax.lab.sparse_reading import (
     block_means,
     read_sparsely,
 )
-from tca_jax.pallas_kernels.numerics import cdiv, round_up
+from tca_jax.pallas_kernels.numerics import round_up
 
 
 class _Commands(typer.core.TyperGroup):
@@ -68,8 +66,8 @@ class _Commands(typer.core.TyperGroup):
 
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False, cls=_Commands)
 _OBSERVED, _SPREAD = 64, 16  # last queries of a prompt; tokens that a score counts for
-_FIRST = 2_048  # tokens whose predictions a document's own threshold is a quantile of
-_SAMPLED, _NEAR, _RIDGE = 16, 256, 1e-2  # of refitted values: every which query, tokens that it sees, of the diagonal
+# Rows that the page leaves out: without means, or with equal weights, of what the rule measures since.
+_SUPERSEDED = re.compile("; worth, window 1024$|worth, window 256, means$|window (1024|256, means), question in")
 _LEAST_FACTS = 8  # known under full attention, for anything to be measured
 Predictions = dict[str, Float32[np.ndarray, "heads L"]]  # of all layers' heads, by target
 MapsOption = Annotated[Path, typer.Option(help="Folder that `fit` wrote.")]
@@ -82,22 +80,19 @@ class Keeping:
     """Which tokens a cache keeps beside the window and the first tokens."""
 
     score: str = "worth"  # a target
-    # The threshold is a quantile of the calibration's texts (empty), of this document or of its first 2,048 tokens.
-    budget: Literal["", "all", "first"] = ""
+    budget: Literal["", "all"] = ""  # the threshold is a quantile of the calibration's texts or of this document
     means: bool = True  # whether evicted tokens of a block leave their mean, weighted by predicted worth
-    refit: bool = False  # whether kept values are refitted
 
     @property
     def label(self) -> str:
         """Name in tables."""
-        budget = {"": [], "all": ["a budget"], "first": [f"a threshold of the first {_FIRST:,} tokens"]}[self.budget]
-        kept = [*["means by worth"] * self.means, *["refitted values"] * self.refit]
-        return ", ".join([self.score, f"window {WINDOW}", *budget, *kept])
+        more = ["a budget"] * (self.budget == "all") + ["means by worth"] * self.means
+        return ", ".join([self.score, f"window {WINDOW}", *more])
 
 
 RULE = Keeping()
 KVZAP = Keeping("probability", "all", means=False)
-KEEPINGS = (RULE, Keeping(budget="all"), Keeping(budget="first"), Keeping(refit=True), KVZAP)
+KEEPINGS = (RULE, Keeping(budget="all"), KVZAP)
 READ = Reading()
 READINGS = (READ, Reading(selected=0.1), Reading(stride=8))
 
@@ -112,11 +107,10 @@ def kept_masks(
     if share >= 1:
         return np.ones_like(scores, bool)
     selected = max(0.0, (share - always.mean()) / (1 - always.mean()))
-    if not keeping.budget:
-        theta = maps[keeping.score].threshold(selected) if selected else np.inf
+    if keeping.budget:
+        theta = np.quantile(scores[:, ~always], 1 - selected)
     else:
-        own = scores[:, ~always] if keeping.budget == "all" else scores[:, FIRST:_FIRST]
-        theta = np.quantile(own, 1 - selected)
+        theta = maps[keeping.score].threshold(selected) if selected else np.inf
     return (scores >= theta) | always
 
 
@@ -151,47 +145,6 @@ def _with_means(
     *means, entropy = block_means(k[0], v[0], evicted, worth)
     k, v = (jnp.concatenate([x, mean[None].astype(x.dtype)], axis=1) for x, mean in zip((k, v), means, strict=True))
     return k, v, jnp.concatenate([jnp.where(kept[0], 0.0, -jnp.inf), entropy], axis=1)[None]
-
-
-@jax.jit
-def refitted(
-    q: Array,
-    k: Array,
-    v: Array,
-    read_k: Array,
-    read_v: Array,
-    bias: Float32[Array, "1 Hkv _"],
-    length: Array,
-) -> Array:
-    """Values of kept tokens and means that give the sampled queries of the text their outputs (ridge regression).
-
-    A query sees the tokens up to its own: the `_NEAR` nearest and the kept ones, and the means left of the nearest.
-    """
-    tokens, kv_heads = k.shape[1], k.shape[2]
-    place, ends = jnp.arange(tokens), (jnp.arange(read_k.shape[1] - tokens) + 1) * BLOCK
-    query = place[_SAMPLED - 1 :: _SAMPLED, None]
-    grouped = q[0, _SAMPLED - 1 :: _SAMPLED].reshape(len(query), kv_heads, -1, q.shape[-1])
-
-    def of_head(head: tuple[Array, ...]) -> Array:
-        q, k, v, read_k, read_v, bias = (x.astype(jnp.float32) for x in head)
-
-        def scores(keys: Array, seen: Array) -> Array:
-            logits = jnp.einsum("ngd,ld->gnl", q, keys) / math.sqrt(q.shape[-1])
-            return jnp.where(seen, logits, -jnp.inf).reshape(-1, len(keys))
-
-        near, causal = place > query - _NEAR, place <= query
-        full = jax.nn.softmax(scores(k, causal), axis=-1) @ v
-        fitted = jnp.concatenate([jnp.isfinite(bias[:tokens]) & causal, ends <= query - _NEAR], axis=1)
-        logits = [scores(read_k, fitted) + bias, scores(k, near & causal & ~jnp.isfinite(bias[:tokens]))]
-        p, others = jnp.split(jax.nn.softmax(jnp.concatenate(logits, axis=1), axis=-1), [len(read_k)], axis=1)
-        there = (jnp.tile(query[:, 0], len(p) // len(query)) < length)[:, None]
-        p, missing = p * there, (full - p @ read_v - others @ v) * there
-        gram = p @ p.T
-        ridge = _RIDGE * jnp.trace(gram) / there.sum()
-        return read_v + p.T @ jax.scipy.linalg.solve(gram + ridge * jnp.eye(len(gram)), missing, assume_a="pos")
-
-    heads = (grouped.swapaxes(0, 1), *(x[0].swapaxes(0, 1) for x in (k, v, read_k, read_v)), bias[0])
-    return jax.lax.map(of_head, heads).swapaxes(0, 1)[None].astype(read_v.dtype)
 
 
 @jax.jit
@@ -240,10 +193,6 @@ class LateSheet:
         self._all = np.ones_like(self._predicted["worth"], bool)
         self._reference, self._sizes = self._ask(self._all, self._keys, 1.0)
 
-    @functools.cached_property
-    def _full_layers(self) -> list[tuple[Array, Array, Array, Array]]:
-        return read_full(self._lm, self._ids).layers
-
     def _stacked(self, found: Sequence[Array]) -> Float32[np.ndarray, "heads L"]:
         return np.concatenate([on_host(each)[:, : len(self._ids)] for each in found])
 
@@ -253,13 +202,8 @@ class LateSheet:
         keys: Sequence[tuple[Array, Array]],
         attended: float,
         worth: Float32[np.ndarray, "heads L"] | None = None,
-        refit: bool = False,
     ) -> tuple[Answers, Record]:
         read, share = masked_read(self._ids, keys, kept, attended, worth)
-        if refit:
-            parts = zip(self._full_layers, read.keys, read.masks, strict=True)
-            values = [refitted(*layer[:3], *k_v, bias, len(self._ids)) for layer, k_v, bias in parts]
-            read = read._replace(keys=[(k, v) for (k, _), v in zip(read.keys, values, strict=True)])
         answers = ask(self._lm, read, self._document.rows)
         return answers, {"kept": float(kept.mean()), "kv_share": share, "attended": attended}
 
@@ -281,7 +225,7 @@ class LateSheet:
     ) -> Iterator[Record]:
         for share in shares:
             masks, worth = kept_masks(keeping, predicted, maps, share), predicted["worth"] if keeping.means else None
-            yield self._record(label, share, *self._ask(masks, self._keys, 1.0, worth, keeping.refit))
+            yield self._record(label, share, *self._ask(masks, self._keys, 1.0, worth))
 
     def _of_maps(self, maps: WorthMaps) -> Float32[np.ndarray, "heads L"]:
         return self._stacked(predictions(maps, self._inputs))
@@ -324,7 +268,6 @@ def fit(
     count: Annotated[int, typer.Option(min=2, help="Texts; half of them are fitted.")] = 8,
     tokens: sticks.TokensOption = 8_192,
     kind: Annotated[str, typer.Option(help="python or manual; both by default.")] = "",
-    copies: Annotated[bool, typer.Option(help="What the texts themselves repeat counts, too.")] = False,
     targets: Annotated[str, typer.Option(help="Targets, by commas.")] = ",".join(TARGETS),
     texts: sticks.TextsOption = None,
 ) -> None:
@@ -333,8 +276,7 @@ def fit(
     seeds = [2 * i + (kind == "manual") if kind else i for i in range(count)]
     started = time.monotonic()
     packed = pack_texts(lm, [calibration_text(seed, tokens, texts) for seed in seeds], count, tokens)
-    asked = [_copies(ids) for ids in packed] if copies else []
-    found = fit_worth(lm, packed, targets=targets.split(","), questions=asked, progress=_say)
+    found = fit_worth(lm, packed, targets=targets.split(","), progress=_say)
     seconds = time.monotonic() - started
     to.mkdir(parents=True, exist_ok=True)
     for name, maps in found.items():
@@ -345,24 +287,6 @@ def fit(
     peak, memory = peak_memory()
     took = f"{seconds:.0f} s, of these {compiling:.0f} s compiling"
     print(f"{count} texts of {tokens:,} tokens: {took}; peak {peak / 1e9:.1f} GB of {memory} memory")
-
-
-def _copies(ids: Sequence[int], rows: int = 16, shown: int = 8, far: int = 1_024) -> TextRows:
-    """Passages of a text that had stood in it before, at least `far` tokens earlier; their continuation counts."""
-    earlier: dict[tuple[int, ...], int] = {}
-    found: list[tuple[int, int]] = []  # of a continuation, and of the first one
-    for at in range(shown, len(ids) - _OBSERVED):
-        first = earlier.setdefault(tuple(ids[at - shown : at]), at)
-        if at - first >= far and (not found or at - found[-1][0] >= _OBSERVED):
-            found.append((at, first))
-    places = found[:: max(1, cdiv(len(found), rows))]
-    tokens = np.zeros((max(1, len(places)), shown + _OBSERVED), np.int32)
-    counted = np.zeros(tokens.shape, np.float32)
-    for row, (at, first) in enumerate(places):
-        tokens[row] = ids[at - shown : at + _OBSERVED]
-        same = np.equal(ids[at : at + _OBSERVED], ids[first : first + _OBSERVED])
-        counted[row, shown - 1 : shown - 1 + int(same.cumprod().sum())] = 1
-    return TextRows(tokens, counted)
 
 
 def _say(stage: str, done: int, total: int) -> None:
@@ -502,15 +426,18 @@ def worth_page(records: Sequence[Path]) -> str:
     groups = collections.defaultdict(set)
     for each in facts:
         groups[each["method"]].add((each["model"], each["tokens"], each["half"]))
-    everywhere = [method for method, of_method in groups.items() if len(of_method) > 2 and method != "full"]
-    rest = [each for each in facts if each["method"] not in everywhere or each["tokens"] > 16_384]
-    rest = [each for each in rest if each["half"] == "test" and not each["method"].endswith("; worth, window 1024")]
+    del groups["full"]
+    compact = [name for name, found in groups.items() if len(found) > 2 or {each[2] for each in found} != {"test"}]
+    rest = [each for each in facts if each["method"] not in compact or each["tokens"] > 16_384]
+    rest = [each for each in rest if each["half"] == "test" and not _SUPERSEDED.search(each["method"])]
+    others = {each["model"] for each in rest if each["method"] != "full"}
+    rest = [each for each in rest if each["model"] in others]
     readings = list(dict.fromkeys(each["method"] for each in losses if each["method"] != "full"))
     answered = {}
     for task in RULER:
         for methods in sticks.grouped(by_stick.get(f"ruler {task.name}", ())).values():
             answered[task.name] = {
-                method: f"{late_facts.facts(found)[0]:.0%}; {_mean(found, 'kv_share'):.0%}"
+                method: f"{late_facts.facts(found)[0]:.0%}; {_mean(found, 'kv_share'):.0%} ({len(found)})"
                 for (method, _), found in methods.items()
                 if method != "full"
             }
@@ -522,15 +449,16 @@ def worth_page(records: Sequence[Path]) -> str:
 variant ([what they are](../../docs/worth.md)). One H200, JAX 0.11.2; maps are fitted on 8 texts of 8,192 tokens of the
 calibration half (SmolLM2: 6,912) unless a row says otherwise. Numbers of documents stand in brackets: a share of 90%
 has a 95% interval of about 4 points at 20 documents; `worth table` prints all intervals. Variants were chosen on the
-0.5B model and the calibration half; the code of those that lost is at the tag `worth-variants`.
+0.5B model and the calibration half. The code of those that lost is at the tags `worth-variants`, `worth-variants-2`.
 
 ## What is kept
 
 At kept shares of 12.5, 20 and 33%: facts in percent of those that full attention answers; copies likewise; percent of
 loss of the following text over full attention's; bytes. A threshold is the quantile of the calibration's texts, so
-bytes differ; "a budget" is the document's own quantile.
+bytes differ; "a budget" is the document's own quantile. "refitted values": of kept tokens, by ridge regression to the
+outputs of the document's queries; "copies": passages that stood in the text before count in the fit, too.
 
-{_compact(facts, everywhere, _facts_cell)}
+{_compact(facts, compact, _facts_cell)}
 
 ## Losses inside prompts
 
@@ -547,7 +475,7 @@ Attended pairs; plain loss over full attention's; copies and facts in nats above
 
 ## RULER, late
 
-16,384 tokens, kept 25%: references in percent of those that full attention answers; bytes. 12 documents.
+16,384 tokens, kept 25%: references in percent of those that full attention answers; bytes.
 
 {sticks.markdown(["task", *header], lines)}
 """

@@ -11,7 +11,7 @@ from tiny import CONFIG, random_prompt, tiny_lm
 
 from tca_jax.calibration import predicted_worth
 from tca_jax.calibration.predicted_worth import FLOOR, RIDGE, WorthMaps, fit_worth, pack_texts, predict
-from tca_jax.calibration.repetition import TARGETS, TextRows, read_inputs, repetition_rows, text_targets
+from tca_jax.calibration.repetition import TARGETS, read_inputs, repetition_rows, text_targets
 
 CHUNK, REQUEST = 32, [5, 9, 3]
 TEXT = random_prompt(0, 110)  # four chunks, of which the last is short
@@ -23,20 +23,16 @@ def lm():
     return tiny_lm(sharpness=4.0)
 
 
-def seen_by(row: int | None, fed: int) -> np.ndarray:
-    """Mask of a text and a row's tokens: the text is causal, the row sees its chunk, the one before and the first.
-
-    A row without a number sees all of the text.
-    """
+def seen_by(row: int, fed: int) -> np.ndarray:
+    """Mask of a text and a row's tokens: the text is causal, the row sees its chunk, the one before and the first."""
     length = len(TEXT)
     mask = np.tril(np.ones((length + fed, length + fed), bool))
     place = np.arange(length)
-    if row is not None:
-        mask[length:, :length] = (place // CHUNK == row) | (place // CHUNK == row - 1) | (place < CHUNK)
+    mask[length:, :length] = (place // CHUNK == row) | (place // CHUNK == row - 1) | (place < CHUNK)
     return mask
 
 
-def unrolled(lm, row: int | None, fed: list[int], counted: np.ndarray):
+def unrolled(lm, row: int, fed: list[int], counted: np.ndarray):
     """The margin as a function of what is added to the heads' outputs, and the last call's attention."""
     tokens = jnp.asarray([[*TEXT, *fed]])
     mask = jnp.asarray(seen_by(row, len(fed)))
@@ -59,7 +55,7 @@ def unrolled(lm, row: int | None, fed: list[int], counted: np.ndarray):
     return run
 
 
-def expected_targets(lm, row: int | None, fed: list[int], counted: np.ndarray):
+def expected_targets(lm, row: int, fed: list[int], counted: np.ndarray):
     """Of each layer: the three targets of all tokens of the text [3, Hkv, L], and norms of slopes [Hkv, n]."""
     run = unrolled(lm, row, fed, counted)
     zeros = jnp.zeros((CONFIG.num_layers, len(fed), CONFIG.num_heads, CONFIG.head_dim))
@@ -88,16 +84,6 @@ def test_targets_are_those_of_the_unrolled_model(lm):
     for layer, inputs in enumerate(layers):
         size = np.linalg.norm(inputs.v[0, : len(TEXT)], axis=-1).mean(axis=0)
         np.testing.assert_allclose(found[layer].head_weight, norms[layer] / rows.counted.sum() * size, rtol=1e-3)
-
-
-def test_targets_of_questions_are_their_maximum(lm):
-    tokens, counted = np.array([random_prompt(seed, 12) for seed in (1, 2)], np.int32), np.zeros((2, 12), np.float32)
-    counted[0, 5:11] = counted[1, 3] = 1
-    found = dict(text_targets(lm, TEXT, read_inputs(lm, TEXT), TextRows(tokens, counted)))
-    each = [list(expected_targets(lm, None, ids.tolist(), use)) for ids, use in zip(tokens, counted, strict=True)]
-    for layer, ((first, _), (second, _)) in enumerate(zip(*each, strict=True)):
-        actual = found[layer].values[..., : len(TEXT)]
-        np.testing.assert_allclose(actual, np.maximum(first, second), rtol=2e-3, atol=1e-6)
 
 
 def test_derivative_equals_finite_differences(lm):

@@ -14,12 +14,10 @@ from tca_jax.lab.sparse_reading import BLOCK, WINDOW, _attend
 from tca_jax.lab.worth import (
     KEEPINGS,
     Keeping,
-    _copies,
     _late_table,
     app,
     kept_masks,
     masked_read,
-    refitted,
     ruler_document,
     with_reserve,
     worth_page,
@@ -118,41 +116,6 @@ def test_a_reserve_is_each_heads_own():
     assert kept[1, 3:19].all()
     assert kept[1, 40:56].all()
     assert (found[:, 64:] == 2).all()
-
-
-def test_refitted_values_give_the_outputs_of_full_attention():
-    tokens = 4 * BLOCK
-    q, k, v, kept = drawn(tokens)
-    kept = np.asarray(kept) | (np.arange(tokens) >= tokens - WINDOW)
-    read, _ = masked_read(range(tokens), [(k[None], v[None])], kept, 1.0, np.zeros(kept.shape, np.float32))
-    (read_k, read_v), bias = read.keys[0], read.masks[0]
-    values = refitted(q[None], k[None], v[None], read_k, read_v, bias, tokens)
-    assert error_at_end(q, k, v, read_k, values, bias) < 0.1 * error_at_end(q, k, v, read_k, read_v, bias)
-    everything, _ = masked_read(
-        range(tokens), [(k[None], v[None])], np.ones_like(kept), 1.0, np.zeros(kept.shape, np.float32)
-    )
-    values = refitted(q[None], k[None], v[None], *everything.keys[0], everything.masks[0], tokens)
-    np.testing.assert_allclose(values, everything.keys[0][1], atol=1e-5)
-
-
-def error_at_end(q, k, v, read_k, read_v, bias):
-    """Mean squared error of the last query's outputs, a sampled one."""
-    q, out = np.asarray(q[-1], np.float64).reshape(HEADS, GROUP, SIZE), []
-    for keys, values, added in ((k, v, 0.0), (read_k[0], read_v[0], np.asarray(bias[0], np.float64)[:, None])):
-        logits = np.einsum("hgd,lhd->hgl", q, np.asarray(keys, np.float64)) / np.sqrt(SIZE) + added
-        p = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        out.append(np.einsum("hgl,lhd->hgd", p / p.sum(axis=-1, keepdims=True), np.asarray(values, np.float64)))
-    return np.mean((out[1] - out[0]) ** 2)
-
-
-def test_copies_of_a_text_are_asked_for():
-    rng = np.random.default_rng(0)
-    passage = rng.integers(100, 200, 100).tolist()
-    ids = [*passage, *rng.integers(200, 300, 1_200).tolist(), *passage[:40], *rng.integers(300, 400, 90).tolist()]
-    rows = _copies(ids)
-    assert rows.tokens.shape == (1, 8 + 64)
-    assert rows.tokens[0].tolist() == ids[1_300:1_372]
-    assert np.flatnonzero(rows.counted[0]).tolist() == list(range(7, 39))  # the next 32 tokens of 40
 
 
 def test_nothing_is_measured_with_few_facts():
