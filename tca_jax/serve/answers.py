@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt, render_chat
 from tca_jax.serve.constraints import Mask
@@ -103,7 +104,7 @@ class AnswerCounter:
         busy = f"{held} answers wait or are written, and {rows} more are requested: at most {self._most} may"
         free = held + rows <= self._most
         require_field(free, None, f"{busy}; try again later", status=429, code="rate_limit_exceeded")
-        answers = Answers(self, rows)
+        answers = Answers(self, rows, samples)
         self.open.add(answers)
 
         def ask() -> None:
@@ -124,19 +125,21 @@ class AnswerCounter:
 class Answers:
     """The answers of one request. `close` must be called: it cancels those that have not ended."""
 
-    def __init__(self, counter: AnswerCounter, rows: int) -> None:
-        self._counter, self.rows = counter, rows
+    def __init__(self, counter: AnswerCounter, rows: int, samples: int) -> None:
+        self._counter, self.rows, self._samples = counter, rows, samples
         self.streams: list[Stream] = []
         self.completions: dict[int, Completion] = {}  # of those that have ended
 
     async def pieces(self, seconds: float) -> AsyncIterator[tuple[int, str | Completion]]:
         """Pieces of text of each answer while they are written, and its completion at its end.
 
-        RequestError if they take longer than `seconds`, or the server ends.
+        RequestError if they take longer than `seconds`, or the server ends; ClientDisconnect if they are closed.
         """
         try:
             async for index, piece in follow(self.streams, seconds):
                 if isinstance(piece, Completion):
+                    if self not in self._counter.open:
+                        raise ClientDisconnect
                     ended = piece.finish_reason != "cancelled"
                     require_field(ended, None, "the server is shutting down", status=503)
                     self.completions[index] = piece
@@ -150,6 +153,14 @@ class Answers:
         async for _ in self.pieces(seconds):
             pass
         return [self.completions[index] for index in range(self.rows)]
+
+    def usage(self) -> Json:
+        """Counts of tokens: of prompts with their documents, of answers, and of documents."""
+        prompts, new = self.streams[:: self._samples], sum(len(each.tokens) for each in self.completions.values())
+        cached = sum(each.document_tokens for each in prompts)
+        prompt = cached + sum(each.prompt_tokens for each in prompts)
+        total = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
 
     def cancel(self) -> None:
         """Ends those that have not ended; the client gets an error."""

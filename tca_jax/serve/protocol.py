@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import logging
@@ -9,12 +10,19 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
-from pydantic import model_validator as checks
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from tca_jax.errors import Unsupported, UserError, explaining
@@ -23,7 +31,6 @@ from tca_jax.serve.streams import Completion
 
 Json = dict[str, Any]
 MOST_PROMPTS = 256  # of a completion request
-MOST_TOP = 20  # likeliest tokens beside each token
 _log = logging.getLogger(__name__)
 
 
@@ -49,46 +56,48 @@ def require_field(known: Any, param: str | None, message: str, *, status: int = 
 # Requests
 
 
-def _refusal(words: str, field: str | None = None, code: str = "value_error") -> PydanticCustomError:
-    """An error of the value that is validated, or of a field of it."""
-    return PydanticCustomError(code, words, {"field": field})
-
-
 class _Fields(BaseModel):
     """A JSON object. Fields that are null count as left out; those of type Any change no answer."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+    ignored_values: ClassVar[tuple[Any, ...]] = (None,)  # of unknown fields
 
-    @checks(mode="before")
+    @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, body: Any) -> Json:
         fields = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
         allowed = ", ".join(name for name, kind in fields.items() if kind is not Any)
         if not isinstance(body, dict):
-            raise _refusal(f"must be an object with {allowed}")
-        given = {name: value for name, value in body.items() if value is not None}
-        for name in given.keys() - fields.keys():
-            raise _refusal(
-                f"unknown field: must be one of {allowed}", name.encode(errors="replace").decode(), "unknown_parameter"
-            )
-        return given
+            raise PydanticCustomError("value_error", f"must be an object with {allowed}")
+        for name in body.keys() - fields.keys():
+            if body[name] not in cls.ignored_values:
+                known, shown = f"unknown field: must be one of {allowed}", name.encode(errors="replace").decode()
+                raise PydanticCustomError("unknown_parameter", known, {"field": shown})
+        return {name: value for name, value in body.items() if value is not None}
 
 
-def _only(words: str, *allowed: Any) -> AfterValidator:
-    """Allows those values of a field that change no answer."""
+def _where(holds: Callable[[Any, Json], Any], words: str, code: str = "value_error") -> AfterValidator:
+    """Allows the values of a field for which a condition of it and the fields before it holds."""
 
-    def check(value: Any) -> Any:
-        if value not in allowed:
-            raise _refusal(words, code="unsupported")
+    def check(value: Any, info: Any) -> Any:
+        if not holds(value, info.data):
+            raise PydanticCustomError(code, words)
         return value
 
     return AfterValidator(check)
 
 
-_EMPTY: tuple[Any, ...] = (False, [], {}, "")
+def _only(words: str, *allowed: Any) -> AfterValidator:
+    return _where(lambda value, _: value in allowed, words, "unsupported")
+
+
+_EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
 _NoPenalty = Annotated[Any, _only("must be 0; repetition_penalty is there", 0)]
 _NoTools = Annotated[Any, _only("must be empty: tools and functions are not supported", *_EMPTY)]
 _NoToolChoice = Annotated[Any, _only("must be none or auto: tools and functions are not supported", "none", "auto")]
+_Tokens = Annotated[int, Field(ge=1)]
+_Logprobs = Annotated[int, Field(ge=0, le=20)]  # likeliest tokens beside each token
+_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class StreamOptions(_Fields):
@@ -99,7 +108,7 @@ class StreamOptions(_Fields):
 
 
 class Answering(_Fields):
-    """Fields that chats and completions share; the engine checks the bounds of the sampling options."""
+    """Fields that chats and completions share. The engine checks the bounds of the sampling options."""
 
     default_tokens: ClassVar[int | None] = None  # of an answer without `max_tokens`; None for the server's own number
 
@@ -107,13 +116,17 @@ class Answering(_Fields):
     document: str | None = None  # id
     n: int = Field(1, ge=1, le=64)  # answers to each prompt
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    max_tokens: int | None = Field(None, ge=1)
+    stream_options: Annotated[StreamOptions, _where(lambda _, given: given.get("stream"), "needs stream = true")] = (
+        StreamOptions()
+    )
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: Annotated[
+        _Tokens | None,
+        _where(lambda most, given: given.get("max_tokens") in (None, most), "differs from max_tokens: give one"),
+    ] = None
     min_tokens: int = Field(0, ge=0)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=1000)]],
-        Field(max_length=64, fail_fast=True),
-        BeforeValidator(lambda value: value if isinstance(value, list) else [value]),
+        list[_Stop], Field(max_length=64, fail_fast=True), BeforeValidator(lambda x: x if isinstance(x, list) else [x])
     ] = []
     seed: int = Field(default_factory=lambda: secrets.randbelow(2**32))
     temperature: float = 1.0
@@ -132,32 +145,6 @@ class Answering(_Fields):
     prompt_cache_key: Any = None
     parallel_tool_calls: Any = None
 
-    @property
-    def limit(self) -> int | None:
-        """Most tokens of an answer; None for `default_tokens`, or less where the model has no more positions."""
-        return self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """None, or the number of likeliest tokens beside the log-probability of each token."""
-        raise NotImplementedError
-
-    @checks(mode="after")
-    def _options_of_streams(self) -> Answering:
-        if "stream_options" in self.model_fields_set and not self.stream:
-            raise _refusal("needs stream = true", "stream_options")
-        return self
-
-
-def answer_options(request: Answering) -> Json:
-    """The options of `Engine.ask` in a request, without the bound of tokens."""
-    names = ("stop", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    logprobs = request.num_logprobs or request.num_logprobs is not None
-    return {name: getattr(request, name) for name in names} | {
-        "min_new_tokens": request.min_tokens,
-        "logprobs": logprobs,
-    }
-
 
 class Part(BaseModel):
     """A paragraph of a message."""
@@ -167,22 +154,17 @@ class Part(BaseModel):
 
 
 class Message(_Fields):
-    """A message of a chat."""
+    """A message of a chat. Answers that clients send back have more fields, which are empty."""
+
+    ignored_values = _EMPTY
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         list[Part],
         Field(min_length=1, fail_fast=True),
-        BeforeValidator(lambda text: [{"type": "text", "text": text}] if isinstance(text, str) else text),
+        BeforeValidator(lambda x: [{"type": "text", "text": x}] if isinstance(x, str) else x),
     ]
     name: Any = None
-
-    @checks(mode="before")
-    @classmethod
-    def _without_empty(cls, body: Any) -> Any:
-        """Answers that clients send back have more fields, which are empty."""
-        known = cls.model_fields
-        return {k: v for k, v in body.items() if k in known or v not in _EMPTY} if isinstance(body, dict) else body
 
     def as_dict(self) -> dict[str, str]:
         """The message for a chat template."""
@@ -203,51 +185,37 @@ class ResponseFormat(_Fields):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: Annotated[
+        JsonSchema | None,
+        _where(
+            lambda schema, given: (schema is None) == (given.get("type") != "json_schema"),
+            "must be given if type is json_schema, and only then",
+        ),
+        Field(validate_default=True),
+    ] = None
 
-    @checks(mode="after")
-    def _with_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise _refusal("must be given if type is json_schema, and only then", "json_schema")
-        return self
+    @property
+    def schema_of_answer(self) -> Json | None:
+        """JSON Schema of the answer; None for any text."""
+        if self.json_schema is not None:
+            return self.json_schema.of
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class ChatRequest(Answering):
     """Body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+    top_logprobs: Annotated[
+        _Logprobs, _where(lambda top, given: not top or given.get("logprobs"), "needs logprobs = true")
+    ] = 0
     response_format: ResponseFormat = ResponseFormat(type="text")
     tools: _NoTools = None
     functions: _NoTools = None
     tool_choice: _NoToolChoice = None
     function_call: _NoToolChoice = None
     modalities: Annotated[Any, _only('must be ["text"]', ["text"])] = None
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens or self.max_completion_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.top_logprobs if self.logprobs else None
-
-    @property
-    def json_schema(self) -> Json | None:
-        """JSON Schema of the answer; None for any text."""
-        if self.response_format.json_schema is not None:
-            return self.response_format.json_schema.of
-        return {"type": "object"} if self.response_format.type == "json_object" else None
-
-    @checks(mode="after")
-    def _consistent(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise _refusal("needs logprobs = true", "top_logprobs")
-        if self.limit != (self.max_completion_tokens or self.limit):
-            raise _refusal("differs from max_completion_tokens: give one of them", "max_tokens")
-        return self
 
 
 def _are_ids(value: Any) -> bool:
@@ -258,48 +226,45 @@ def _prompts(value: Any) -> list[str | list[int]]:
     prompts = [value] if isinstance(value, str) or _are_ids(value) else value
     several = isinstance(prompts, list) and 0 < len(prompts) <= MOST_PROMPTS
     if not several or not all(isinstance(each, str) or _are_ids(each) for each in prompts):
-        raise _refusal(f"must be text, token ids, or a list of 1 to {MOST_PROMPTS} of those; none may be empty")
+        words = f"must be text, token ids, or a list of 1 to {MOST_PROMPTS} of those; none may be empty"
+        raise PydanticCustomError("value_error", words)
     return prompts
 
 
 class CompletionRequest(Answering):
     """Body of `/v1/completions`."""
 
-    default_tokens: ClassVar[int | None] = 16
+    default_tokens = 16
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]  # text or token ids
-    logprobs: Annotated[
-        int | None, BeforeValidator(lambda value: None if value is False else value), Field(ge=0, le=MOST_TOP)
+    logprobs: Annotated[_Logprobs | None, BeforeValidator(lambda value: None if value is False else value)] = None
+    best_of: Annotated[
+        int | None, _where(lambda best, given: best == given.get("n", best), "must be n; answers are not ranked")
     ] = None
-    best_of: int | None = None
     suffix: Annotated[Any, _only("must be left out: it is not supported", *_EMPTY)] = None
-    echo: Annotated[Any, _only("must be false: tca_jax.score returns the log-probabilities of a prompt", *_EMPTY)] = (
-        None
-    )
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @checks(mode="after")
-    def _without_ranking(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n):
-            raise _refusal(f"must be n = {self.n}; answers are not ranked", "best_of")
-        return self
+    echo: Annotated[Any, _only("must be false: tca_jax.score returns log-probabilities of a prompt", *_EMPTY)] = None
 
 
 class DocumentRequest(_Fields):
     """Body of `POST /v1/documents`."""
 
     text: str = Field(min_length=1)
-    system: str | None = None  # message before it, for chats
     chat: bool | None = None  # whether it begins a user's message; None where the model has a chat template
+    system: Annotated[
+        str | None,  # message before it, for chats
+        _where(lambda _, given: given.get("chat") is not False, "is for chats; leave out chat = false"),
+    ] = None
 
-    @checks(mode="after")
-    def _system_in_chats(self) -> DocumentRequest:
-        if self.system is not None and self.chat is False:
-            raise _refusal("is for chats; leave out chat = false", "system")
-        return self
+
+def answer_options(request: ChatRequest | CompletionRequest, max_new_tokens: int) -> Json:
+    """The options of `Engine.ask` in a request."""
+    top = request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs
+    return {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": request.min_tokens,
+        "logprobs": top or (request.logprobs is not None and request.logprobs is not False),
+        **request.model_dump(include={"stop", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}),
+    }
 
 
 _Request = TypeVar("_Request", bound=BaseModel)
@@ -324,16 +289,12 @@ def read_request(kind: type[_Request], body: bytes, content_type: str = "applica
 # Errors
 
 #: Status, field and code of errors of the library.
-_STATUS: Mapping[type[UserError], tuple[int, str | None, str | None]] = MappingProxyType(
-    {
-        EngineEnded: (503, None, None),
-        UnknownDocument: (404, "document", "document_not_found"),
-        DocumentInUse: (409, None, "document_in_use"),
-        Unsupported: (400, "response_format", "unsupported"),
-    }
-)
-#: The engine's names of fields that have another one in the protocol.
-_RENAMED = MappingProxyType({"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"})
+_ERRORS: dict[type[UserError], tuple[int, str | None, str | None]] = {
+    EngineEnded: (503, None, None),
+    UnknownDocument: (404, "document", "document_not_found"),
+    DocumentInUse: (409, None, "document_in_use"),
+    Unsupported: (400, "response_format", "unsupported"),
+}
 _NAMES = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *DocumentRequest.model_fields}
 
 
@@ -346,12 +307,10 @@ def of_error(error: Exception) -> RequestError:
     if not isinstance(error, UserError):
         _log.error("a request failed", exc_info=error)
         return RequestError(f"the request failed: {type(error).__name__}; the server's log says why", status=500)
-    for kind, (status, param, code) in _STATUS.items():
+    for kind, (status, param, code) in _ERRORS.items():
         if isinstance(error, kind):
             return RequestError(str(error), status=status, param=param, code=code)
-    message = str(error)
-    for ours, theirs in _RENAMED.items():
-        message = message.replace(ours, theirs)
+    message = re.sub("(max|min)_new_tokens", r"\1_tokens", str(error))
     named = re.match(r"([a-z_]+)[a-z_.]*(?<!\.)", message)
     return RequestError(message, param=named[0] if named and named[1] in _NAMES else None)
 
@@ -445,13 +404,16 @@ class Text(Chat):
         if completion.logprobs is None:
             return None
         own, top = [token_bytes(self._tokenizer, token) for token in completion.tokens], completion.top_logprobs
-        special = self._tokenizer.all_special_ids  # not in the text
-        visible = [b"" if token in special else each for token, each in zip(completion.tokens, own, strict=True)]
+        special, decoder = self._tokenizer.all_special_ids, codecs.getincrementaldecoder("utf-8")("ignore")
+        offsets, length = [], 0  # characters of the text, without special tokens, that are complete before a token
+        for token, each in zip(completion.tokens, own, strict=True):
+            offsets.append(length)
+            length += 0 if token in special else len(decoder.decode(each))
         return {
             "tokens": list(map(shown_token, own)),
             "token_logprobs": completion.logprobs,
             "top_logprobs": top and list(map(self._by_text, completion.tokens, completion.logprobs, top)),
-            "text_offset": text_offsets(visible),
+            "text_offset": offsets,
         }
 
     def _by_text(self, token: int, logprob: float, likeliest: list[tuple[int, float]]) -> dict[str, float]:
@@ -492,15 +454,6 @@ def shown_token(own: bytes) -> str:
         return own.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
-
-
-def text_offsets(tokens: Sequence[bytes]) -> list[int]:
-    """Index of the character of the text that each token begins with, or continues."""
-    offsets, begun = [], 0
-    for own in tokens:
-        offsets.append(begun - (0x80 <= own[0] < 0xC0 if own else False))
-        begun += sum(not 0x80 <= byte < 0xC0 for byte in own)
-    return offsets
 
 
 def document_json(info: DocumentInfo) -> Json:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 import uvicorn
 from starlette.applications import Starlette
@@ -32,7 +32,6 @@ from tca_jax.serve.answers import AnswerCounter, Answers, EncodedPrompt, PromptE
 from tca_jax.serve.constraints import Grammars, Mask
 from tca_jax.serve.engine import Engine
 from tca_jax.serve.protocol import (
-    Answering,
     Chat,
     ChatRequest,
     CompletionRequest,
@@ -42,7 +41,6 @@ from tca_jax.serve.protocol import (
     Text,
     require_field,
 )
-from tca_jax.serve.streams import Completion
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
@@ -185,7 +183,7 @@ class Server:
         wanted = protocol.read_request(ChatRequest, await self._body(request))
         self._require_model(wanted.model)
         mask = None
-        if (schema := wanted.json_schema) is not None:
+        if (schema := wanted.response_format.schema_of_answer) is not None:
             async with self._compiling:
                 mask = await run_in_threadpool(lambda: self._grammars.json(schema, _SCHEMA))
         messages = [message.as_dict() for message in wanted.messages]
@@ -206,46 +204,24 @@ class Server:
     async def _answer(
         self,
         request: Request,
-        wanted: Answering,
+        wanted: ChatRequest | CompletionRequest,
         prompts: Sequence[EncodedPrompt],
         form: Chat,
         mask: Callable[[], Mask] | None = None,
     ) -> Response:
-        options = protocol.answer_options(wanted)
-        asked = [(each, {**options, "max_new_tokens": self._max_tokens(wanted, each)}) for each in prompts]
+        asked = [(each, protocol.answer_options(wanted, self._max_tokens(wanted, each))) for each in prompts]
         answers = await self._answers.ask(asked, wanted.n, mask)
         if wanted.stream:
-            return _Events(self._events(answers, form, wanted.stream_options.include_usage, prompts), answers)
-        completions = await self._completions(request, answers)
-        return _json(form.response(completions, _usage(prompts, completions)))
-
-    def _max_tokens(self, wanted: Answering, prompt: EncodedPrompt) -> int:
-        """Most tokens of an answer: what is requested, or as many as the model has positions for."""
-        most, given = self._settings.max_tokens, wanted.limit
-        if given is not None:
-            require_field(given <= most, "max_tokens", f"max_tokens = {given}: must be at most {most}")
-            return given
-        left = self._lm.config.max_context - prompt.document_tokens - len(prompt.tokens)
-        default = wanted.default_tokens or self._settings.default_tokens
-        return max(1, wanted.min_tokens, min(default, most, left))
-
-    async def _completions(self, request: Request, answers: Answers) -> list[Completion]:
-        """All answers of a request, whose rows are free when this returns, also because the client has gone."""
-        ended = asyncio.ensure_future(answers.all(self._settings.answer_seconds))
-        gone = asyncio.ensure_future(_disconnected(request))
+            return _Events(self._events(answers, form, wanted.stream_options.include_usage), answers)
+        gone = asyncio.ensure_future(_close_when_gone(request, answers))
         try:
-            await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                raise ClientDisconnect
-            return ended.result()
+            completions = await answers.all(self._settings.answer_seconds)
         finally:
             gone.cancel()
-            ended.cancel()
             answers.close()
+        return _json(form.response(completions, answers.usage()))
 
-    async def _events(
-        self, answers: Answers, form: Chat, include_usage: bool, prompts: Sequence[EncodedPrompt]
-    ) -> AsyncIterator[bytes]:
+    async def _events(self, answers: Answers, form: Chat, include_usage: bool) -> AsyncIterator[bytes]:
         """The server-sent events of an answer."""
         for first in form.begin(answers.rows):
             yield _event(first)
@@ -256,8 +232,18 @@ class Server:
             yield _event(protocol.of_error(error).body())
             return
         if include_usage:
-            yield _event(form.usage(_usage(prompts, answers.completions.values())))
+            yield _event(form.usage(answers.usage()))
         yield b"data: [DONE]\n\n"
+
+    def _max_tokens(self, wanted: ChatRequest | CompletionRequest, prompt: EncodedPrompt) -> int:
+        """Most tokens of an answer: what is requested, or as many as the model has positions for."""
+        most, given = self._settings.max_tokens, wanted.max_tokens or wanted.max_completion_tokens
+        if given is not None:
+            require_field(given <= most, "max_tokens", f"max_tokens = {given}: must be at most {most}")
+            return given
+        left = self._lm.config.max_context - prompt.document_tokens - len(prompt.tokens)
+        default = wanted.default_tokens or self._settings.default_tokens
+        return max(1, wanted.min_tokens, min(default, most, left))
 
     def close(self) -> None:
         """Ends all answers that are being written; their clients get an error."""
@@ -277,18 +263,11 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _disconnected(request: Request) -> None:
-    """Waits until a client, all of whose body has been read, closes the connection."""
+async def _close_when_gone(request: Request, answers: Answers) -> None:
+    """Cancels answers when the client, all of whose body has been read, closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _usage(prompts: Sequence[EncodedPrompt], completions: Collection[Completion]) -> Json:
-    """Counts of tokens: of prompts with their documents, of answers, and of documents."""
-    cached, new = sum(each.document_tokens for each in prompts), sum(len(each.tokens) for each in completions)
-    prompt = cached + sum(len(each.tokens) for each in prompts)
-    total = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-    return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
+    answers.close()
 
 
 def _event(data: Json) -> bytes:
@@ -339,9 +318,7 @@ def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: C
         ready()
         yield
         closing.start()
-        deadline = time.monotonic() + settings.grace_seconds
-        while closing.is_alive() and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(closing.join, settings.grace_seconds)
 
     server.app.router.lifespan_context = lifespan
     config = uvicorn.Config(

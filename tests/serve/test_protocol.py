@@ -39,11 +39,11 @@ def test_defaults_of_the_protocol():
     assert read_request(DocumentRequest, b"a", "text/plain").text == "a"
     assert read(DocumentRequest, {"text": "a", "system": "b"}) == DocumentRequest(text="a", system="b", chat=None)
     wanted = read(ChatRequest, {"messages": HELLO, "stop": None, "n": None, "tools": None, "user": "me"})
-    assert (wanted.n, wanted.limit, wanted.default_tokens, wanted.stream) == (1, None, None, False)
-    options = answer_options(wanted)
+    assert (wanted.n, wanted.max_tokens, wanted.default_tokens, wanted.stream) == (1, None, None, False)
+    options = answer_options(wanted, 1)
     assert (options["temperature"], options["stop"], options["logprobs"]) == (1.0, [], False)
     completion = read(CompletionRequest, {"prompt": [[1, 2], [3]], "max_tokens": 1, "logprobs": 0})
-    assert (completion.prompt, completion.num_logprobs, completion.default_tokens) == ([[1, 2], [3]], 0, 16)
+    assert (completion.prompt, completion.logprobs, completion.default_tokens) == ([[1, 2], [3]], 0, 16)
     assert read(CompletionRequest, {"prompt": [1, 2]}).prompt == [[1, 2]]
     assert len({read(ChatRequest, {"messages": HELLO}).seed for _ in range(3)}) == 3
 
@@ -57,12 +57,14 @@ def test_fields_of_openai_clients_are_read():
     read_messages = [each.as_dict() for each in wanted.messages]
     assert [each["role"] for each in read_messages] == ["system", "user", "assistant", "user"]
     assert read_messages[2:] == [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "a\n\nb"}]
-    assert (wanted.limit, wanted.num_logprobs, wanted.json_schema) == (7, 3, None)
+    assert (wanted.max_completion_tokens, wanted.top_logprobs, wanted.response_format.schema_of_answer) == (7, 3, None)
     for form, schema in (
         ({"type": "json_object"}, {"type": "object"}),
         (json_schema(schema={"enum": [1]}, strict=True, description="One."), {"enum": [1]}),
     ):
-        assert read(ChatRequest, {"messages": HELLO, "response_format": form}).json_schema == schema
+        assert (
+            read(ChatRequest, {"messages": HELLO, "response_format": form}).response_format.schema_of_answer == schema
+        )
 
 
 REFUSED = [
@@ -82,7 +84,7 @@ REFUSED = [
                 r"messages\[0\].tool_calls = \[1\]: unknown field: must be one of role, content$",
             ),
             ({"top_logprobs": 2}, "top_logprobs = 2: needs logprobs = true"),
-            ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens = 3: differs"),
+            ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens = 4: differs"),
             ({"stream": 1}, "stream = 1: must be a valid boolean"),
             ({"stream_options": {"include_usage": True}}, "needs stream = true"),
             ({"stop": ["x"] * 65}, "must have at most 64 items"),
@@ -103,7 +105,10 @@ REFUSED = [
             ),
             ({"response_format": json_schema(name="a b")}, r'json_schema.name = "a b": must match pattern .*\{1,64\}'),
             ({"response_format": json_schema(schema=None)}, "json_schema.schema = null: must be given"),
-            ({"response_format": json_schema(file="x")}, "json_schema.file = .*: must be one of name, schema, strict"),
+            (
+                {"response_format": json_schema(file="x")},
+                "json_schema.file = .*: must be one of name, schema, strict",
+            ),
             ({LONG: 1}, "x = 1: unknown field: must be one of model, document, .*response_format$"),
             ({"\ud800": [1] * 10_000}, "unknown field"),
         )
@@ -114,7 +119,7 @@ REFUSED = [
             ({"prompt": []}, "prompt = .*: must be text"),
             ({"prompt": [[1], []]}, "none may be empty"),
             ({"max_tokens": 0}, "max_tokens = 0: must be greater than or equal to 1"),
-            ({"best_of": 2}, "best_of = 2: must be n = 1"),
+            ({"best_of": 2}, "best_of = 2: must be n"),
             ({"echo": True}, "echo = true: must be false"),
         )
     ),
