@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import itertools
 import json
 import logging
 import re
@@ -13,16 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from tca_jax.errors import Unsupported, UserError, explaining
@@ -59,7 +51,7 @@ def require_field(known: Any, param: str | None, message: str, *, status: int = 
 class _Fields(BaseModel):
     """A JSON object. Fields that are null count as left out; those of type Any change no answer."""
 
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+    model_config = {"strict": True, "frozen": True, "allow_inf_nan": False}
     ignored_values: ClassVar[tuple[Any, ...]] = (None,)  # of unknown fields
 
     @model_validator(mode="before")
@@ -146,11 +138,11 @@ class Answering(_Fields):
     parallel_tool_calls: Any = None
 
 
-class Part(BaseModel):
+class Part(BaseModel, strict=True):
     """A paragraph of a message."""
 
     type: Literal["text"]
-    text: str = Field(strict=True)
+    text: str
 
 
 class Message(_Fields):
@@ -162,7 +154,7 @@ class Message(_Fields):
     content: Annotated[
         list[Part],
         Field(min_length=1, fail_fast=True),
-        BeforeValidator(lambda x: [{"type": "text", "text": x}] if isinstance(x, str) else x),
+        BeforeValidator(lambda x: x if isinstance(x, list) else [{"type": "text", "text": x}]),
     ]
     name: Any = None
 
@@ -222,7 +214,7 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(type(each) is int for each in value)
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def _prompts(value: Any) -> list[Any]:
     prompts = [value] if isinstance(value, str) or _are_ids(value) else value
     several = isinstance(prompts, list) and 0 < len(prompts) <= MOST_PROMPTS
     if not several or not all(isinstance(each, str) or _are_ids(each) for each in prompts):
@@ -236,7 +228,7 @@ class CompletionRequest(Answering):
 
     default_tokens = 16
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]  # text or token ids
+    prompt: Annotated[list[Any], BeforeValidator(_prompts)]  # each text or token ids
     logprobs: Annotated[_Logprobs | None, BeforeValidator(lambda value: None if value is False else value)] = None
     best_of: Annotated[
         int | None, _where(lambda best, given: best == given.get("n", best), "must be n; answers are not ranked")
@@ -405,15 +397,13 @@ class Text(Chat):
             return None
         own, top = [token_bytes(self._tokenizer, token) for token in completion.tokens], completion.top_logprobs
         special, decoder = self._tokenizer.all_special_ids, codecs.getincrementaldecoder("utf-8")("ignore")
-        offsets, length = [], 0  # characters of the text, without special tokens, that are complete before a token
-        for token, each in zip(completion.tokens, own, strict=True):
-            offsets.append(length)
-            length += 0 if token in special else len(decoder.decode(each))
+        visible = (b"" if token in special else each for token, each in zip(completion.tokens, own, strict=True))
+        complete = itertools.accumulate((len(decoder.decode(each)) for each in visible), initial=0)  # characters
         return {
             "tokens": list(map(shown_token, own)),
             "token_logprobs": completion.logprobs,
             "top_logprobs": top and list(map(self._by_text, completion.tokens, completion.logprobs, top)),
-            "text_offset": offsets,
+            "text_offset": list(complete)[:-1],
         }
 
     def _by_text(self, token: int, logprob: float, likeliest: list[tuple[int, float]]) -> dict[str, float]:

@@ -31,16 +31,7 @@ from tca_jax.serve import protocol
 from tca_jax.serve.answers import AnswerCounter, Answers, EncodedPrompt, PromptEncoder
 from tca_jax.serve.constraints import Grammars, Mask
 from tca_jax.serve.engine import Engine
-from tca_jax.serve.protocol import (
-    Chat,
-    ChatRequest,
-    CompletionRequest,
-    DocumentRequest,
-    Json,
-    RequestError,
-    Text,
-    require_field,
-)
+from tca_jax.serve.protocol import ChatRequest, CompletionRequest, Json, RequestError, require_field
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
@@ -162,7 +153,7 @@ class Server:
 
     async def _upload(self, request: Request) -> Response:
         content_type = request.headers.get("content-type", "")
-        wanted = protocol.read_request(DocumentRequest, await self._body(request), content_type)
+        wanted = protocol.read_request(protocol.DocumentRequest, await self._body(request), content_type)
         document = await run_in_threadpool(self._encoder.upload, wanted)
         return _json(protocol.document_json(self._engine.document(document)), 201)
 
@@ -188,7 +179,7 @@ class Server:
                 mask = await run_in_threadpool(lambda: self._grammars.json(schema, _SCHEMA))
         messages = [message.as_dict() for message in wanted.messages]
         prompt = await run_in_threadpool(self._encoder.chat, messages, wanted.document)
-        return await self._answer(request, wanted, [prompt], Chat(self._settings.model, self._lm.tokenizer), mask)
+        return await self._answer(request, wanted, [prompt], protocol.Chat, mask)
 
     @functools.cached_property
     def _grammars(self) -> Grammars:
@@ -199,18 +190,18 @@ class Server:
         self._require_model(wanted.model)
         encode = functools.partial(self._encoder.complete, document=wanted.document)
         prompts = await run_in_threadpool(lambda: list(map(encode, wanted.prompt)))
-        return await self._answer(request, wanted, prompts, Text(self._settings.model, self._lm.tokenizer))
+        return await self._answer(request, wanted, prompts, protocol.Text)
 
     async def _answer(
         self,
         request: Request,
         wanted: ChatRequest | CompletionRequest,
         prompts: Sequence[EncodedPrompt],
-        form: Chat,
+        kind: type[protocol.Chat],
         mask: Callable[[], Mask] | None = None,
     ) -> Response:
         asked = [(each, protocol.answer_options(wanted, self._max_tokens(wanted, each))) for each in prompts]
-        answers = await self._answers.ask(asked, wanted.n, mask)
+        answers, form = await self._answers.ask(asked, wanted.n, mask), kind(self._settings.model, self._lm.tokenizer)
         if wanted.stream:
             return _Events(self._events(answers, form, wanted.stream_options.include_usage), answers)
         gone = asyncio.ensure_future(_close_when_gone(request, answers))
@@ -221,19 +212,18 @@ class Server:
             answers.close()
         return _json(form.response(completions, answers.usage()))
 
-    async def _events(self, answers: Answers, form: Chat, include_usage: bool) -> AsyncIterator[bytes]:
+    async def _events(self, answers: Answers, form: protocol.Chat, include_usage: bool) -> AsyncIterator[bytes]:
         """The server-sent events of an answer."""
         for first in form.begin(answers.rows):
             yield _event(first)
         try:
             async for index, piece in answers.pieces(self._settings.answer_seconds):
                 yield _event(form.event(index, piece))
+            if include_usage:
+                yield _event(form.usage(answers.usage()))
+            yield b"data: [DONE]\n\n"
         except Exception as error:
             yield _event(protocol.of_error(error).body())
-            return
-        if include_usage:
-            yield _event(form.usage(answers.usage()))
-        yield b"data: [DONE]\n\n"
 
     def _max_tokens(self, wanted: ChatRequest | CompletionRequest, prompt: EncodedPrompt) -> int:
         """Most tokens of an answer: what is requested, or as many as the model has positions for."""

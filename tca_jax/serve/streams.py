@@ -90,7 +90,8 @@ class Stream:
     def fail(self, error: BaseException) -> None:
         """Ends the answer with an error; the first end stands."""
         with self._changing():
-            self._ended = error if self._ended is None else self._ended
+            if not self.ended:
+                self._ended = error
 
     def cancel(self) -> None:
         """Ends the answer, whose tokens so far stay; nothing happens if it has ended."""
@@ -100,6 +101,15 @@ class Stream:
         """Has a function called whenever there is more, in the engine's thread, which it must not block."""
         with self._lock:
             self._listeners.append(listener)
+
+    @contextlib.contextmanager
+    def _listening(self, listener: Callable[[], object]) -> Iterator[None]:
+        self.listen(listener)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners.remove(listener)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -126,28 +136,26 @@ class Stream:
         """
         for _ in self._pieces(timeout):
             pass
-        return self.completion_now()
+        return self._completion()
 
     async def completion(self) -> Completion:
         """As `result`, for asyncio."""
         async for _ in self:
             pass
-        return self.completion_now()
+        return self._completion()
 
     def _pieces(self, timeout: float | None) -> Iterator[str]:
         deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout is None else timeout)
-        changed, sent = threading.Event(), 0
-        self.listen(changed.set)
-        while True:
-            changed.clear()
-            piece, finished = self.piece(sent)
-            sent += len(piece)
-            if piece:
-                yield piece
-            if finished:
-                return
-            in_time = changed.wait(deadline - time.monotonic())
-            require(in_time, f"the answer has not ended within {timeout} seconds", TimeoutError)
+        changed, sent, finished = threading.Event(), 0, False
+        with self._listening(changed.set):
+            while not finished:
+                changed.clear()
+                piece, finished = self._piece(sent)
+                sent += len(piece)
+                if piece:
+                    yield piece
+                in_time = finished or changed.wait(deadline - time.monotonic())
+                require(in_time, f"the answer has not ended within {timeout} seconds", TimeoutError)
 
     def _read(self) -> tuple[Answer, FinishReason | None]:
         """The answer so far, and its finish reason if that is all."""
@@ -163,13 +171,13 @@ class Stream:
             self.cancel()
         return answer, "stop" if answer.stopped and (ended or not self.keep) else ended
 
-    def piece(self, sent: int) -> tuple[str, bool]:
+    def _piece(self, sent: int) -> tuple[str, bool]:
         """Text after the characters that were handed out, and whether it is the last."""
         answer, reason = self._read()
         certain = certain_characters(answer, self.options.stop, finished=reason is not None)
         return (answer.text or "")[sent : max(sent, certain)], reason is not None
 
-    def completion_now(self) -> Completion:
+    def _completion(self) -> Completion:
         """The answer, which has ended."""
         answer, reason = self._read()
         count, options = len(answer.tokens), self.options
@@ -204,20 +212,21 @@ async def follow(
             loop.call_soon_threadsafe(note, index)
 
     running = set(range(len(streams)))
-    for index in running:
-        streams[index].listen(functools.partial(listener, index))
-        note(index)
-    while running:
-        async with asyncio.timeout_at(deadline):
-            await wake.wait()
-        wake.clear()
-        now = sorted(changed & running)
-        changed.clear()
-        for index in now:
-            piece, finished = streams[index].piece(sent[index])
-            sent[index] += len(piece)
-            if piece:
-                yield index, piece
-            if finished:
-                running.remove(index)
-                yield index, streams[index].completion_now()
+    with contextlib.ExitStack() as listening:
+        for index in running:
+            listening.enter_context(streams[index]._listening(functools.partial(listener, index)))
+            note(index)
+        while running:
+            async with asyncio.timeout_at(deadline):
+                await wake.wait()
+            wake.clear()
+            now = sorted(changed & running)
+            changed.clear()
+            for index in now:
+                piece, finished = streams[index]._piece(sent[index])
+                sent[index] += len(piece)
+                if piece:
+                    yield index, piece
+                if finished:
+                    running.remove(index)
+                    yield index, streams[index]._completion()

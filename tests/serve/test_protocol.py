@@ -80,6 +80,10 @@ REFUSED = [
                 r"messages\[0\].content\[0\].type = \"image_url\": must be 'text'",
             ),
             (
+                {"messages": [{"role": "user", "content": 5}]},
+                r"messages\[0\].content\[0\].text = 5: must be a valid string",
+            ),
+            (
                 {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
                 r"messages\[0\].tool_calls = \[1\]: unknown field: must be one of role, content$",
             ),
