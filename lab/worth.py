@@ -66,8 +66,10 @@ class _Commands(typer.core.TyperGroup):
 
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False, cls=_Commands)
 _OBSERVED, _SPREAD = 64, 16  # last queries of a prompt; tokens that a score counts for
-# Rows that the page leaves out: without means, or with equal weights, of what the rule measures since.
-_SUPERSEDED = re.compile("; worth, window 1024$|worth, window 256, means$|window (1024|256, means), question in")
+# Rows that the page leaves out: without means or with equal weights what the rule measures since; of lesser interest.
+_LEFT_OUT = re.compile(
+    "; worth, window 1024$|worth, window 256, means$|window (1024|256, means), question|effect, window|0.05, means$"
+)
 _LEAST_FACTS = 8  # known under full attention, for anything to be measured
 Predictions = dict[str, Float32[np.ndarray, "heads L"]]  # of all layers' heads, by target
 MapsOption = Annotated[Path, typer.Option(help="Folder that `fit` wrote.")]
@@ -429,10 +431,11 @@ def worth_page(records: Sequence[Path]) -> str:
     del groups["full"]
     compact = [name for name, found in groups.items() if len(found) > 2 or {each[2] for each in found} != {"test"}]
     rest = [each for each in facts if each["method"] not in compact or each["tokens"] > 16_384]
-    rest = [each for each in rest if each["half"] == "test" and not _SUPERSEDED.search(each["method"])]
+    rest = [each for each in rest if each["half"] == "test" and not _LEFT_OUT.search(each["method"])]
     others = {each["model"] for each in rest if each["method"] != "full"}
     rest = [each for each in rest if each["model"] in others]
     readings = list(dict.fromkeys(each["method"] for each in losses if each["method"] != "full"))
+    readings = [method for method in readings if not _LEFT_OUT.search(method)]
     answered = {}
     for task in RULER:
         for methods in sticks.grouped(by_stick.get(f"ruler {task.name}", ())).values():
@@ -449,7 +452,8 @@ def worth_page(records: Sequence[Path]) -> str:
 variant ([what they are](../../docs/worth.md)). One H200, JAX 0.11.2; maps are fitted on 8 texts of 8,192 tokens of the
 calibration half (SmolLM2: 6,912) unless a row says otherwise. Numbers of documents stand in brackets: a share of 90%
 has a 95% interval of about 4 points at 20 documents; `worth table` prints all intervals. Variants were chosen on the
-0.5B model and the calibration half. The code of those that lost is at the tags `worth-variants`, `worth-variants-2`.
+0.5B model and the calibration half. The code of those that lost is at the tags `worth-variants`, `worth-variants-2`;
+rows with "by loss" and "predicted need" were measured by a script that is not committed.
 
 ## What is kept
 
