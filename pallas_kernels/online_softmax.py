@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like, weighted_sum
@@ -55,6 +55,14 @@ class OnlineSoftmax(NamedTuple):
             self.output * mine[..., None] + other.output * theirs[..., None],
         )
 
+    def attend(self, scores: Float32[Array, "R k"], seen: Bool[Array, "R k"], v: Float[Array, "k d"]) -> OnlineSoftmax:
+        """With more keys, by their scores."""
+        scores = jnp.where(seen, scores, MASKED)
+        peak = jnp.maximum(self.peak, scores.max(axis=-1))
+        weights, decay = jnp.where(seen, jnp.exp(scores - peak[:, None]), 0), jnp.exp(self.peak - peak)
+        output = self.output * decay[:, None] + weighted_sum("rk,kd->rd", weights, v)
+        return OnlineSoftmax(peak, self.weight * decay + weights.sum(axis=-1), output)
+
     def attention(self) -> Float32[Array, "*R d"]:
         """The output, normalised; zeros for a query that saw no key."""
         return self.output / self._total()[..., None]
@@ -85,12 +93,7 @@ def attend_span(
         scores = scaled_scores("rd,kd->rk", queries, jax.lax.dynamic_slice_in_dim(keys.k, start, tile))
         lower = jnp.maximum(begin, span.lower)[:, None]
         seen = (index >= lower) & (index < jnp.minimum(span.end, span.upper)[:, None])
-        scores = jnp.where(seen, scores, MASKED)
-        peak = jnp.maximum(state.peak, scores.max(axis=-1))
-        weights = jnp.where(seen, jnp.exp(scores - peak[:, None]), 0)
-        decay = jnp.exp(state.peak - peak)
-        output = weighted_sum("rk,kd->rd", weights, jax.lax.dynamic_slice_in_dim(keys.v, start, tile))
-        return OnlineSoftmax(peak, state.weight * decay + weights.sum(axis=-1), state.output * decay[:, None] + output)
+        return state.attend(scores, seen, jax.lax.dynamic_slice_in_dim(keys.v, start, tile))
 
     trips = divide_up(jnp.maximum(span.end - span.first, 0), tile)
     return jax.lax.fori_loop(0, trips, step, varying_like(state, queries, keys, span))

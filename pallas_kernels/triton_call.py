@@ -114,7 +114,14 @@ def scaled_exp2(
 
 
 def online_softmax_step(
-    q: Array, state: tuple[Array, Array, Array], k: Array, v: Array, visible: Array | None = None, *, interpret: bool
+    q: Array,
+    state: tuple[Array, Array, Array],
+    k: Array,
+    v: Array,
+    visible: Array | None = None,
+    *,
+    bias: Array | None = None,
+    interpret: bool,
 ) -> tuple[Array, Array, Array]:
     """Takes one tile into (sum of weighted values, largest score, sum of weights) of every row.
 
@@ -123,7 +130,7 @@ def online_softmax_step(
     """
     out, peak, weight = state
     parted = (out,), peak, weight
-    (out,), peak, weight = softmax_step_by_parts((q,), parted, (k,), (v,), visible, interpret=interpret)
+    (out,), peak, weight = softmax_step_by_parts((q,), parted, (k,), (v,), visible, bias=bias, interpret=interpret)
     return out, peak, weight
 
 
@@ -135,6 +142,7 @@ def softmax_step_by_parts(
     visible: Array | None = None,
     exponents: tuple[Array, Array] | None = None,
     *,
+    bias: Array | None = None,
     interpret: bool,
 ) -> PartedState:
     """`online_softmax_step` where the last axis of queries, keys, values and output is cut into parts.
@@ -146,6 +154,7 @@ def softmax_step_by_parts(
         v: Values.
         visible: Which scores count; None for all.
         exponents: Powers of two that each key and each value is to be multiplied by; None for none.
+        bias: Finite additions to the logits of each key; None for none.
         interpret: As for `scaled_exp2`.
     """
     out, peak, weight = state
@@ -155,12 +164,14 @@ def softmax_step_by_parts(
     scores = sum(products[1:], products[0])
     if exponents is not None:
         scores = scores * power_of_two(exponents[0])[None]
+    if bias is not None:
+        scores = scores + (bias * (LOG2E / scale))[None]
     if visible is not None:
         scores = jnp.where(visible, scores, MASKED)
     new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-    bias = -scale * new_peak
-    decay = power(peak, bias=bias)
-    weights = power(scores, bias=jnp.broadcast_to(bias[:, None], scores.shape))
+    shift = -scale * new_peak
+    decay = power(peak, bias=shift)
+    weights = power(scores, bias=jnp.broadcast_to(shift[:, None], scores.shape))
     shares, factor = (weights, None) if exponents is None else _within_float16(weights, exponents[1])
     added = [dot(shares.astype(part.dtype), part) for part in v]
     if factor is not None:

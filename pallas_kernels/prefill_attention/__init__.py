@@ -1,12 +1,34 @@
-"""Prefill attention: every query over its window and over a prefix of its head's selected tokens (Eq. 3)."""
+"""Prefill attention: every query over its window, and left of it selected tokens, listed blocks and means of others."""
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int
+from typing import NamedTuple
 
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
 from tca_jax.pallas_kernels.kv import Pool, pool_shapes
+from tca_jax.pallas_kernels.numerics import cdiv
+
+
+class FarBlocks(NamedTuple):
+    """What a query block attends to left of its window, beside selected tokens (DESIGN 2.5). N = ceil(L / b)."""
+
+    blocks: Int[Array, "B Hkv N C"]  # key blocks, all left of the window; the first `counts` count
+    counts: Int[Array, "B Hkv N"]
+    selected: Bool[Array, "B Hkv L"]  # the pool's tokens: a listed block leaves them out
+    mean_k: Float[Array, "B N Hkv d"]  # of the tokens of each key block that are not selected
+    mean_v: Float[Array, "B N Hkv d"]
+    mean_bias: Float32[Array, "B Hkv N N"]  # added to the logit of a mean, by query block; -inf: not attended to
+    mean_counts: Int[Array, "B Hkv N"]  # means from the first on that a query block goes over; the others cost nothing
+
+
+def far_shapes(far: FarBlocks) -> dict[str, tuple[Array, str]]:
+    """The arrays and their dimensions, as `checks.check_shapes` takes them."""
+    dims = "B Hkv N C", "B Hkv N", "B Hkv L", "B N Hkv d", "B N Hkv d", "B Hkv N N", "B Hkv N"
+    return {f"far.{name}": pair for name, pair in zip(far._fields, zip(far, dims, strict=True), strict=True)}
 
 
 def prefill_attention(
@@ -19,9 +41,10 @@ def prefill_attention(
     *,
     block_size: int,
     window: int,
+    far: FarBlocks | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "B L Hq d"]:
-    """Attention of a whole prompt over local and selected tokens (Eq. 3).
+    """Attention of a whole prompt over local and selected tokens (Eq. 3), and over `far`.
 
     Query i attends to its local tokens [max(0, (i // b) b - w), i] and to the selected tokens left of them, a
     prefix of its head's region, for a region is sorted by position. The cost is that of the pairs kept. With
@@ -37,6 +60,7 @@ def prefill_attention(
             and gives zeros.
         block_size: Tokens in a block, b.
         window: Least number of local tokens, w; a multiple of b.
+        far: Blocks and means left of the window; None for none. All numbers are data: nothing is done where one is 0.
         backend: See `backends.Backend`.
 
     Returns:
@@ -51,8 +75,11 @@ def prefill_attention(
             **pool_shapes(pool),
             "budgets": (budgets, "B Hkv nb"),
             "lengths": (lengths, "B" if lengths.ndim == 1 else "B Hkv"),
+            **({} if far is None else far_shapes(far)),
         }
     )
     check_whole_blocks("budgets", sizes, block_size)
+    whole = cdiv(sizes["L"], block_size)
+    require(sizes.get("N", whole) == whole, f"far has {sizes.get('N')} blocks: must be ceil(L / block_size) = {whole}")
     implementation = dispatch("prefill_attention", backend)
-    return implementation(q, k, v, pool, budgets, lengths, block_size=block_size, window=window)
+    return implementation(q, k, v, pool, budgets, lengths, block_size=block_size, window=window, far=far)

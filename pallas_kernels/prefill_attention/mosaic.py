@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.kernel_math import lengths_by_head, prefix_schedule
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.mosaic_call import (
@@ -30,6 +31,7 @@ from tca_jax.pallas_kernels.mosaic_call import (
     start_moving,
 )
 from tca_jax.pallas_kernels.numerics import varying_like
+from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +55,13 @@ def prefill_attention(
     *,
     block_size: int,
     window: int,
+    far: FarBlocks | None = None,
     config: MosaicPrefillConfig | None = None,
 ) -> Array:
     """See `prefill_attention.prefill_attention`. Values among the padding must be finite."""
     length, head_dim = q.shape[1], q.shape[3]
     config = config or MosaicPrefillConfig()
+    require(far is None, "prefill_attention on mosaic takes no far blocks", Unsupported)
     check_supported("prefill_attention", q.dtype, head_dim, block_size)
     padding = -length % block_size
     if padding:

@@ -1,8 +1,8 @@
 """Prefill attention through Pallas-Triton: one program a query tile of one head.
 
 A program streams tiles of K and V: first the diagonal, then the last tile of the head's region in the pool, then the
-rest of the region, then the window. Only the first two need a mask, and after the diagonal every row has a finite
-maximum, so the long loops are plain.
+rest of the region, then the window, listed blocks and means. After the diagonal every row has a finite maximum, so the
+long loops are plain; listed blocks mask what is selected, means have a bias.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tca_jax.pallas_kernels.kernel_math import (
 )
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
+from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 from tca_jax.pallas_kernels.triton_call import check_supported, load_rows, online_softmax_step, triton_call
 
 
@@ -70,6 +71,7 @@ def prefill_attention(
     *,
     block_size: int,
     window: int,
+    far: FarBlocks | None = None,
     config: PrefillConfig | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -82,7 +84,7 @@ def prefill_attention(
     kernel = partial(_attend, block_size=block_size, window=window, config=config, interpret=interpret)
     (out,) = triton_call(
         kernel,
-        (q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths_by_head(lengths, k.shape[2]), order),
+        (q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths_by_head(lengths, k.shape[2]), order, far or ()),
         [(q.shape, q.dtype)],
         grid=(batch * heads * cdiv(length, config.queries),),
         name="prefill_attention",
@@ -103,6 +105,7 @@ def _attend(
     prefixes_ref: Any,
     lengths_ref: Any,
     order_ref: Any,
+    far: FarBlocks | tuple[()],  # of refs
     out_ref: Any,
     *,
     block_size: int,
@@ -169,7 +172,33 @@ def _attend(
     state = attend_span(first, jnp.minimum(first + config.queries, length), local, state, causal)
     state = attend_span(whole, prefix, pooled, state, selected)
     state = attend_span(0, whole, pooled, state)
-    out, _, weight = attend_span(edge, jnp.where(alive, first, edge), local, state)
+    state = attend_span(edge, jnp.where(alive, first, edge), local, state)
+    if isinstance(far, FarBlocks):
+        place = (row, kv_head, block)
+
+        def listed(i: Array, state: Any) -> Any:
+            start = far.blocks[(*place, i)] * block_size
+
+            def unselected(start: Array) -> tuple[Array, Array]:
+                taken = far.selected[row, kv_head, pl.ds(start, config.keys)]
+                return ~taken, ~taken[None, :]
+
+            return attend_span(start, start + block_size, local, state, unselected)
+
+        def mean_tile(i: Array, state: Any) -> Any:
+            index = pl.ds(i * config.keys, config.keys)
+            inside = i * config.keys + columns < means
+            bias = pltriton.load(far.mean_bias.at[(*place, index)], mask=inside, other=-jnp.inf)
+            attended = bias > -jnp.inf
+            mean_k, mean_v = (
+                load_rows(x.at[row, index, kv_head, :], attended[:, None]) for x in (far.mean_k, far.mean_v)
+            )
+            return step(state, mean_k, mean_v, attended[None, :], bias=jnp.where(attended, bias, 0.0))
+
+        means = jnp.where(alive, far.mean_counts[place], 0)
+        state = lax.fori_loop(0, jnp.where(alive, far.counts[place], 0), listed, state)
+        state = lax.fori_loop(0, divide_up(means, config.keys), mean_tile, state)
+    out, _, weight = state
     out = jnp.where((rows < length)[:, None], out / weight[:, None], 0)
     pltriton.store(
         out_ref.at[row, pl.ds(first, config.queries), head, :],

@@ -10,6 +10,7 @@ from cases import poison
 from implementations import check_output, gpu, implementation, on_every_backend, unused
 
 from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 from tca_jax.pallas_kernels.prefill_attention.triton import PrefillConfig
 from tca_jax.pallas_kernels.tiles import Tiles
 
@@ -102,3 +103,86 @@ def test_tile_sizes_do_not_matter(backend, config):
     operands, options = _operands(backend, (200, 129), 200, 2, 1, 16, 64, 64), {"block_size": 64, "window": 64}
     function = implementation("prefill_attention", backend)
     check_output(function(*operands, **options, **config), _expected(*operands, **options), (200, 129))
+
+
+def _far(operands, block_size, window):
+    """Random lists and means; of a pool's tokens random ones count as selected. What is not used is NaN or negative."""
+    rng, k = np.random.default_rng(1), operands[1]
+    batch, length, heads, d = k.shape
+    blocks = -(-length // block_size)
+    edges = np.maximum(np.arange(blocks) - window // block_size, 0)
+    listed = np.full((batch, heads, blocks, max(1, blocks)), -1, np.int32)
+    counts = np.zeros((batch, heads, blocks), np.int32)
+    bias = np.where(rng.random((batch, heads, blocks, blocks)) < 0.7, rng.normal(size=(blocks, blocks)), -np.inf)
+    for place in np.ndindex(counts.shape):
+        chosen = np.flatnonzero(rng.random(edges[place[-1]]) < 0.5)
+        counts[place] = len(chosen)
+        listed[place][: len(chosen)] = chosen
+        bias[place][chosen] = -np.inf
+    bias[..., 0] = np.nan  # past every count below
+    bias = np.roll(bias, -1, axis=-1)
+    means = rng.normal(size=(2, batch, blocks, heads, d))
+    selected = rng.random((batch, heads, length)) < 0.3
+    mean_counts = np.minimum(np.broadcast_to(edges, counts.shape), blocks - 1) * (rng.random(counts.shape) < 0.8)
+    arrays = (
+        listed,
+        counts,
+        selected,
+        *means.astype(np.float32),
+        bias.astype(np.float32),
+        mean_counts.astype(np.int32),
+    )
+    far = FarBlocks(*map(jnp.asarray, arrays))
+    return far._replace(mean_k=far.mean_k.astype(k.dtype), mean_v=far.mean_v.astype(k.dtype))
+
+
+def _expected_far(q, k, v, pool, budgets, lengths, far, *, block_size, window):
+    q, k, v, pool_k, pool_v, mean_k, mean_v = (
+        np.asarray(x, np.float64) for x in (q, k, v, pool.k, pool.v, far.mean_k, far.mean_v)
+    )
+    out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
+    for row, n in enumerate(lengths.tolist()):
+        for block, head in np.ndindex(-(-n // block_size), q.shape[2]):
+            begin, end, kv = block * block_size, min((block + 1) * block_size, n), head // group
+            first, place = max(0, begin - window), (row, kv, block)
+            prefix = int(budgets[row, kv, : first // block_size].sum())
+            offset = int(pool.offsets[row, kv])
+            chosen = np.asarray(far.blocks)[place][: int(far.counts[place])]
+            tokens = [t for b in chosen for t in range(b * block_size, (b + 1) * block_size)]
+            tokens = [t for t in tokens if not far.selected[row, kv, t]]
+            bias = np.asarray(far.mean_bias, np.float64)[place][: int(far.mean_counts[place])]
+            means = np.flatnonzero(bias > -np.inf)
+            keys, values = (
+                np.concatenate(
+                    [x[row, first:end, kv], pooled[offset : offset + prefix], x[row, tokens, kv], mean[row, means, kv]]
+                )
+                for x, pooled, mean in ((k, pool_k, mean_k), (v, pool_v, mean_v))
+            )
+            logits = q[row, begin:end, head] @ keys.T / np.sqrt(q.shape[-1])
+            logits[:, len(logits.T) - len(means) :] += bias[means]
+            seen = np.arange(len(keys)) + first <= np.arange(begin, end)[:, None]
+            seen[:, end - first :] = True
+            out[row, begin:end, head] = oracle.softmax(np.where(seen, logits, -np.inf)) @ values
+    return out
+
+
+@on_every_backend("prefill_attention", but=("mosaic",))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(((135, 130), 135, 4, 2, 16, 16, 32), id="ragged, odd length"),
+        pytest.param(((160,), 160, 7, 1, 64, 32, 32, jnp.bfloat16), id="group of 7"),
+        pytest.param(((40,), 40, 6, 1, 16, 16, 64), id="window longer than the prompt, group of 6"),
+        *(
+            pytest.param(((1501, 801), 1501, *sizes, dtype), marks=gpu)
+            for sizes in [(8, 2, 128, 128, 256), (7, 1, 64, 64, 256), (4, 4, 128, 256, 256)]
+            for dtype in (jnp.bfloat16, jnp.float32)
+        ),
+    ],
+)
+def test_far_blocks_equal_the_oracle(sizes, backend):
+    operands, (lengths, *_, block, window) = _operands(backend, *sizes), sizes[:7]
+    options = {"block_size": block, "window": window}
+    far = _far(operands, **options)
+    out = implementation("prefill_attention", backend)(*operands, far=far, **options)
+    check_output(out, _expected_far(*operands, far, **options), lengths)
