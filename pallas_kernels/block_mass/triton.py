@@ -54,7 +54,7 @@ def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> Blo
     return BlockMassConfig(tiles, min(most, keys), 8 if held > 64 else 4, stages)
 
 
-@partial(jax.jit, static_argnames=("block_size", "stride", "config", "interpret"))
+@partial(jax.jit, static_argnames=("block_size", "stride", "largest", "config", "interpret"))
 @jax.named_scope("block_mass")
 def block_mass(
     q: Array,
@@ -63,6 +63,7 @@ def block_mass(
     *,
     block_size: int,
     stride: int,
+    largest: bool = False,
     config: BlockMassConfig | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -89,7 +90,7 @@ def block_mass(
     queries = queries.reshape(batch, parts * part, config.tiles * (block_size // stride), kv_heads, group, head_dim)
     queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)
     places = jnp.repeat(positions.reshape(batch, parts * part, -1), group, axis=-1)
-    kernel = partial(_peaks, block_size=block_size, held=held, config=config)
+    kernel = partial(_peaks, block_size=block_size, held=held, totals=largest, config=config)
 
     def of_part(number: Array) -> Float32[Array, "B Hkv t N"]:
         first = number * part
@@ -105,7 +106,7 @@ def block_mass(
             stages=config.stages,
             interpret=interpret,
         )
-        return _mass(peaks, first, where, lengths, config.tiles, rows, block_size)
+        return _mass(peaks, first, where, lengths, config.tiles, rows, block_size, largest)
 
     masses = lax.map(of_part, jnp.arange(parts, dtype=jnp.int32))  # [parts, B, Hkv, t, N]
     return jnp.moveaxis(masses, 0, 2).reshape(batch, kv_heads, tiles, blocks)[:, :, :blocks]
@@ -119,15 +120,17 @@ def _mass(
     tiles: int,
     rows: int,
     block_size: int,
+    largest: bool,
 ) -> Float32[Array, "B Hkv t N"]:
-    """The softmax of each row over its blocks, added up over the rows of a tile."""
+    """The softmax of each row over its blocks, added up over the rows of a tile, or its largest."""
     batch, kv_heads, part, blocks, _ = peaks.shape
     peaks = peaks[..., : tiles * rows]
     seen = (jnp.arange(blocks)[:, None] <= places[:, :, None] // block_size)[:, None]  # [B, 1, p, N, rows]
     peaks = jnp.where(seen, peaks, MASKED)
     weights = jnp.exp2(peaks - peaks.max(axis=3, keepdims=True))
     shares = jnp.where(seen, weights / weights.sum(axis=3, keepdims=True), 0)
-    mass = shares.reshape(batch, kv_heads, part, blocks, tiles, rows).sum(axis=-1)
+    shares = shares.reshape(batch, kv_heads, part, blocks, tiles, rows)
+    mass = shares.max(axis=-1) if largest else shares.sum(axis=-1)
     mass = jnp.moveaxis(mass, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
     begins = (first * tiles + jnp.arange(part * tiles)) * block_size
     return jnp.where((begins < lengths[:, None])[:, None, :, None], mass, 0)
@@ -143,9 +146,10 @@ def _peaks(
     *,
     block_size: int,
     held: int,
+    totals: bool,
     config: BlockMassConfig,
 ) -> None:
-    """The highest score, to base 2, of each of a program's rows in each block up to its last tile's."""
+    """The highest score or the log-sum-exp, to base 2, of each row of a program in each block up to its last tile."""
     _, _, part, count, head_dim = q_ref.shape
     head, turn = quotient_and_remainder(pl.program_id(0), part)
     program, row = part - 1 - turn, pl.program_id(1)  # the last tiles, which see most, come first
@@ -161,7 +165,7 @@ def _peaks(
     end = jnp.minimum(first_tile + config.tiles, (length + block_size - 1) // block_size)
 
     def one_block(block: Array, *, masked: bool) -> None:
-        peak = jnp.full((held,), MASKED, jnp.float32)
+        peak, total = jnp.full((held,), MASKED, jnp.float32), jnp.zeros((held,), jnp.float32)
         for step in range(steps):
             start = block * block_size + step * config.keys
             where = k_ref.at[row, pl.ds(start, config.keys), head, :]
@@ -171,8 +175,13 @@ def _peaks(
             scores = dot(q, k, transposed=True)
             if masked:
                 scores = jnp.where(token[None, :] <= place[:, None], scores, MASKED)
-            peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-        pltriton.store(out_ref.at[row, head, program, block, :], scale * peak)
+            higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+            if totals:
+                powers = jnp.sum(jnp.exp2(scale * (scores - higher[:, None])), axis=1)
+                total = total * jnp.exp2(scale * (peak - higher)) + powers
+            peak = higher
+        found = scale * peak + jnp.log2(total) if totals else scale * peak
+        pltriton.store(out_ref.at[row, head, program, block, :], found)
 
     def plain(block: Array, carry: Array) -> Array:
         one_block(block, masked=False)

@@ -1,0 +1,125 @@
+"""Attention of prompts by predicted worth: selected tokens, blocks by mass, means of the others (docs/worth.md)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from tca_jax.methods.regions import Regions
+from tca_jax.methods.regions import Selection as RankedTokens
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.block_mass import block_mass
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv
+from tca_jax.pallas_kernels.prefill_attention import FarBlocks, prefill_attention
+
+FIRST = 4  # first tokens, which every query sees
+
+
+class ReadSettings(NamedTuple):
+    """How prompts are read; all data, so that one program serves every profile."""
+
+    theta: Float32[Array, ""]  # tokens of at least this predicted worth are selected; inf: none
+    mass: Float32[Array, ""]  # blocks of at least this mass in a sampled query are read; inf: none
+    means: Bool[Array, ""]  # whether the other blocks' means are read
+
+
+def attend_by_worth(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    worth: Float32[Array, "B Hkv L"],  # predicted
+    lengths: Int[Array, " B"],
+    settings: ReadSettings,
+    *,
+    block_size: int,
+    window: int,
+    stride: int,
+    capacity: int,  # selected tokens of all heads of a row
+    backend: Backend = "auto",
+) -> tuple[Float[Array, "B L Hq d"], Float32[Array, " B"]]:
+    """Attention, and the mean over heads of the pairs of a query and a key or mean that were attended to."""
+    (batch, length, kv_heads, _), blocks = k.shape, cdiv(k.shape[1], block_size)
+    place, block = jnp.arange(length), jnp.arange(blocks)
+    selected = ((worth >= settings.theta) | (place < FIRST)) & (place < lengths[:, None])[:, None]
+    whole = length // block_size
+    budgets = selected[..., : whole * block_size].reshape(batch, kv_heads, whole, block_size).sum(-1, dtype=jnp.int32)
+    ranks = jnp.where(selected, 1.0, 0.0).astype(jnp.float32)
+    regions = Regions.plan(batch, [length] * kv_heads, block_size, shared=capacity)
+    kept = regions.fill(RankedTokens(ranks, budgets), k, v, block_size=block_size, backend=backend)
+
+    before = block < jnp.maximum(block[:, None] - window // block_size, 0)  # [tile, block]
+    mass = block_mass(q, k, lengths, block_size=block_size, stride=stride, largest=True, backend=backend)
+    read = before & (mass >= settings.mass)
+    counts = read.sum(axis=-1, dtype=jnp.int32)
+    listed = jnp.argsort(~read, axis=-1, stable=True).astype(jnp.int32)
+    mean_k, mean_v, entropy = block_means(k, v, worth, ~selected & (place < lengths[:, None])[:, None], block_size)
+    bias = jnp.where(before & ~read, entropy[:, :, None], -jnp.inf)
+    mean_counts = jnp.where(settings.means, before.sum(axis=-1), 0)
+    far = FarBlocks(
+        listed,
+        counts,
+        selected,
+        mean_k.astype(k.dtype),
+        mean_v.astype(v.dtype),
+        bias,
+        jnp.broadcast_to(mean_counts, counts.shape).astype(jnp.int32),
+    )
+    sizes = {"block_size": block_size, "window": window, "backend": backend}
+    out = prefill_attention(q, k, v, kept.pool, kept.budgets, lengths, far=far, **sizes)
+    return out, _pairs(far, kept.budgets, lengths, block_size, window)
+
+
+def block_means(
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    worth: Float32[Array, "B Hkv L"],
+    members: Bool[Array, "B Hkv L"],
+    block_size: int,
+) -> tuple[Float32[Array, "B N Hkv d"], Float32[Array, "B N Hkv d"], Float32[Array, "B Hkv N"]]:
+    """Mean key and value of each block's members, with weights proportional to exp(worth); the weights' entropy.
+
+    With p the weights, a query's log sum of exp(q.k_j) is at least q.(sum p_j k_j) + entropy(p). -inf without members.
+    """
+    (batch, length, kv_heads, _), blocks = k.shape, cdiv(k.shape[1], block_size)
+    rest = blocks * block_size - length
+    shape = (batch, kv_heads, blocks, block_size)
+    there = jnp.pad(members, ((0, 0), (0, 0), (0, rest))).reshape(shape)
+    logits = jnp.where(there, jnp.pad(worth, ((0, 0), (0, 0), (0, rest))).reshape(shape), MASKED)
+    logits -= logits.max(axis=-1, keepdims=True)
+    p = jnp.where(there, jnp.exp(logits), 0)
+    total = jnp.maximum(p.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    p /= total
+    entropy = (jnp.log(total) - (p * logits).sum(axis=-1, keepdims=True))[..., 0]
+    mean_k, mean_v = (
+        jnp.einsum(
+            "bhnt,bnthd->bnhd",
+            p.astype(x.dtype),
+            jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))).reshape(batch, blocks, block_size, kv_heads, -1),
+            preferred_element_type=jnp.float32,
+        )
+        for x in (k, v)
+    )
+    return mean_k, mean_v, jnp.where(there.any(axis=-1), entropy, -jnp.inf)
+
+
+def _pairs(
+    far: FarBlocks, budgets: Int[Array, "B Hkv nb"], lengths: Int[Array, " B"], block_size: int, window: int
+) -> Float32[Array, " B"]:
+    """Attended pairs of a query and a key or mean, of each row, the mean over heads."""
+    blocks = far.counts.shape[-1]
+    begins = jnp.arange(blocks) * block_size
+    queries = jnp.clip(lengths[:, None] - begins, 0, block_size)[:, None].astype(jnp.float32)  # of each tile
+    edges = jnp.maximum(begins - window, 0)
+    local = queries * (begins - edges) + queries * (queries + 1) / 2
+    taken = jnp.pad(budgets, ((0, 0), (0, 0), (0, blocks - budgets.shape[-1])))
+    prefix = jnp.pad(jnp.cumsum(taken, axis=-1), ((0, 0), (0, 0), (1, 0)))[..., edges // block_size]
+    counted = jnp.arange(far.blocks.shape[-1]) < far.counts[..., None]
+    unselected = jnp.take_along_axis(
+        jnp.broadcast_to((block_size - taken)[:, :, None], far.mean_bias.shape), far.blocks, axis=-1
+    )
+    of_blocks = jnp.where(counted, unselected, 0).sum(axis=-1)
+    over = jnp.arange(blocks) < far.mean_counts[..., None]
+    means = ((far.mean_bias > -jnp.inf) & over).sum(axis=-1)
+    return (local + queries * (prefix + of_blocks + means)).sum(axis=-1).mean(axis=-1)
