@@ -56,7 +56,8 @@ class PageTable(NamedTuple):
             jnp.zeros((*shape, columns + window_pages), jnp.int32),
             jnp.zeros(shape, jnp.int32),
             jnp.full((*shape, window_pages * page_size), -jnp.inf),
-            *(jnp.zeros(rows, jnp.int32),) * 2,
+            jnp.zeros(rows, jnp.int32),
+            jnp.zeros(rows, jnp.int32),
         )
 
     def window_pages(self, page_size: int) -> int:

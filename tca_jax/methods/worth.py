@@ -7,10 +7,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.methods.regions import Regions
+from tca_jax.methods.regions import Regions, Selected
 from tca_jax.methods.regions import Selection as RankedTokens
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
+from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks, prefill_attention
 
@@ -40,21 +41,18 @@ def attend_by_worth(
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "B L Hq d"], Float32[Array, " B"]]:
     """Attention, and the mean over heads of the pairs of a query and a key or mean that were attended to."""
-    (batch, length, kv_heads, _), blocks = k.shape, cdiv(k.shape[1], block_size)
+    length, blocks = k.shape[1], cdiv(k.shape[1], block_size)
     place, block = jnp.arange(length), jnp.arange(blocks)
-    selected = ((worth >= settings.theta) | (place < FIRST)) & (place < lengths[:, None])[:, None]
-    whole = length // block_size
-    budgets = selected[..., : whole * block_size].reshape(batch, kv_heads, whole, block_size).sum(-1, dtype=jnp.int32)
-    ranks = jnp.where(selected, 1.0, 0.0).astype(jnp.float32)
-    regions = Regions.plan(batch, [length] * kv_heads, block_size, shared=capacity)
-    kept = regions.fill(RankedTokens(ranks, budgets), k, v, block_size=block_size, backend=backend)
+    there = (place < lengths[:, None])[:, None]
+    selected = ((worth >= settings.theta) | (place < FIRST)) & there
+    kept = _compact(selected, k, v, block_size, capacity, backend)
 
     before = block < jnp.maximum(block[:, None] - window // block_size, 0)  # [tile, block]
     mass = block_mass(q, k, lengths, block_size=block_size, stride=stride, largest=True, backend=backend)
     read = before & (mass >= settings.mass)
     counts = read.sum(axis=-1, dtype=jnp.int32)
     listed = jnp.argsort(~read, axis=-1, stable=True).astype(jnp.int32)
-    mean_k, mean_v, entropy = block_means(k, v, worth, ~selected & (place < lengths[:, None])[:, None], block_size)
+    mean_k, mean_v, entropy = block_means(k, v, worth, ~selected & there, block_size)
     bias = jnp.where(before & ~read, entropy[:, :, None], -jnp.inf)
     mean_counts = jnp.where(settings.means, before.sum(axis=-1), 0)
     far = FarBlocks(
@@ -69,6 +67,36 @@ def attend_by_worth(
     sizes = {"block_size": block_size, "window": window, "backend": backend}
     out = prefill_attention(q, k, v, kept.pool, kept.budgets, lengths, far=far, **sizes)
     return out, _pairs(far, kept.budgets, lengths, block_size, window)
+
+
+def select_by_worth(
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    worth: Float32[Array, "B Hkv L"],
+    lengths: Int[Array, " B"],
+    theta: Float32[Array, ""],
+    *,
+    block_size: int,
+    window: int,
+    backend: Backend = "auto",
+) -> Pool:
+    """Tokens left of the next query's window that stay, compact, each head's region whole blocks."""
+    place, (_, length, kv_heads, _) = jnp.arange(k.shape[1]), k.shape
+    edge = (lengths[:, None] // block_size * block_size - window)[:, None]
+    stays = ((worth >= theta) | (place < FIRST)) & (place < edge)
+    return _compact(stays, k, v, block_size, length * kv_heads, backend).pool
+
+
+def _compact(
+    selected: Bool[Array, "B Hkv L"], k: Array, v: Array, block_size: int, capacity: int, backend: Backend
+) -> Selected:
+    batch, kv_heads, length = selected.shape
+    whole = length // block_size
+    budgets = selected[..., : whole * block_size].reshape(batch, kv_heads, whole, block_size).sum(-1, dtype=jnp.int32)
+    regions = Regions.plan(batch, [length] * kv_heads, block_size, shared=capacity)
+    return regions.fill(
+        RankedTokens(selected.astype(jnp.float32), budgets), k, v, block_size=block_size, backend=backend
+    )
 
 
 def block_means(
