@@ -89,7 +89,7 @@ Stored = Array | EightBits
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "table", "kept", "start", "end"],
+    data_fields=["k", "v", "table", "kept", "start", "end", "bias"],
     meta_fields=["kept_columns"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +108,8 @@ class Pages:
     start: Int[Array, " B"]  # position of the window's first token, int32 `[B]`, a multiple of b
     end: Int[Array, " B"]  # position past the window's last token, int32 `[B]`
     kept_columns: int  # entries for pages of kept tokens, C; static
+    # Added to the logits of kept tokens, in their order, at least -1e30, float32 `[B, Hkv, C b]`; None for zeros.
+    bias: Float32[Array, "B Hkv n"] | None = None
 
     @property
     def page_size(self) -> int:

@@ -61,16 +61,19 @@ def attend_to_pages(q, written, first, newest, *, page, window):
         position = first[row] + column
         if position > newest[row]:
             continue
-        tokens = []
+        tokens, bias = [], []
         for cache in written:
             rows, kv_heads = cache.pages.kept.shape
             where = row // (batch // rows), head // (heads // kv_heads)
             tokens.append(cache.kept[where])
+            added = np.zeros(10_000) if cache.pages.bias is None else np.asarray(cache.pages.bias[where], np.float64)
+            bias.append(added[: tokens[-1].shape[1]])
             edge = max(0, newest[row] // page * page - window)
             local = [token for p, token in cache.window[where].items() if edge <= p <= position]
             tokens.append(np.reshape(local, (-1, 2, head_dim)).swapaxes(0, 1))
+            bias.append(np.zeros(len(local)))
         k, v = np.concatenate(tokens, axis=1)
-        scores = k @ np.asarray(q[row, column, head], np.float64) / np.sqrt(head_dim)
+        scores = k @ np.asarray(q[row, column, head], np.float64) / np.sqrt(head_dim) + np.concatenate(bias)
         lse[row, column, head] = np.logaddexp.reduce(scores)
         out[row, column, head] = np.exp(scores - lse[row, column, head]) @ v
     return out, lse

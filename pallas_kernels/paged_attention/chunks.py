@@ -42,11 +42,13 @@ class PageRefs(NamedTuple):
     kept: Any  # kept tokens `[R Hkv]`
     start: Any  # position of the window's first token `[R]`
     end: Any  # position past its last `[R]`
+    bias: Any = None  # of kept tokens `[R Hkv, n]`
 
     @classmethod
     def of(cls, cache: Pages) -> PageRefs:
         """A cache's arrays."""
-        return cls(cache.k, cache.v, cache.table.reshape(-1), cache.kept.reshape(-1), cache.start, cache.end)
+        bias = None if cache.bias is None else cache.bias.reshape(-1, cache.bias.shape[-1])
+        return cls(cache.k, cache.v, cache.table.reshape(-1), cache.kept.reshape(-1), cache.start, cache.end, bias)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -249,7 +249,12 @@ def _attend_span(
         exponents = None
         if in_eight_bits:
             exponents = _load_exponents(cache.k, page, slots, inside), _load_exponents(cache.v, page, slots, inside)
-        return step(state, k, v, visible, exponents), following
+        bias = None
+        if cache.bias is not None:
+            of_row = lax.div(row, jnp.int32(table.sharing)) * plan.kv_heads + head
+            counted = is_kept & (index < span.kept)
+            bias = pltriton.load(cache.bias.at[of_row, index], mask=counted, other=0.0)
+        return step(state, k, v, visible, exponents, bias=bias), following
 
     def run(begin: Array, end: Array, state: PartedState, masked: bool) -> PartedState:
         last = jnp.maximum(end - 1, 0)

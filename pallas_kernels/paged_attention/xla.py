@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.kv import Pages, decode
-from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like, weighted_sum
+from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like
 from tca_jax.pallas_kernels.online_softmax import OnlineSoftmax
 from tca_jax.pallas_kernels.tiles import region_map
 
@@ -81,12 +81,11 @@ def _attend_pages(
         limit = jnp.where(is_kept, kept, jnp.minimum(end, positions[:, None, None] + 1))
         seen = (token < limit) & (number < kept_pages + local_pages)[:, None]
         seen = seen.reshape(len(positions), -1)
-        scores = jnp.where(seen, scaled_scores("rd,kd->rk", queries, k), MASKED)
-        peak = jnp.maximum(state.peak, scores.max(axis=-1))
-        weights = jnp.where(seen, jnp.exp(scores - peak[:, None]), 0)
-        decay = jnp.exp(state.peak - peak)
-        output = weighted_sum("rk,kd->rd", weights, v)
-        return OnlineSoftmax(peak, state.weight * decay + weights.sum(axis=-1), state.output * decay[:, None] + output)
+        scores = scaled_scores("rd,kd->rk", queries, k)
+        if cache.bias is not None:
+            of_kept = cache.bias[row, head].at[token.reshape(-1)].get(mode="clip")
+            scores += jnp.where(jnp.repeat(is_kept[:, 0], b), of_kept, 0)
+        return state.attend(scores, seen, v)
 
     trips = divide_up(kept_pages + local_pages, at_once)
     return jax.lax.fori_loop(0, trips, step, varying_like(state, queries, positions, cache, newest))

@@ -39,7 +39,9 @@ BLOCKS = (
 UNSEEN = ([96, 96], [111, 99], 5, [([[3, 1], [3, 1]], [(64, 112), (0, 100)])])
 
 
-def _case(first, newest, queries, caches, *, group=2, dtype=jnp.float32, eight_bits=(), window=WINDOW, **options):
+def _case(
+    first, newest, queries, caches, *, group=2, dtype=jnp.float32, eight_bits=(), window=WINDOW, change=None, **options
+):
     """Arguments of `paged_attention` and what they give; of the caches numbered `eight_bits`, in eight bits."""
     rng = np.random.default_rng(0)
     options = {"page": PAGE, "head_dim": 16, "outside": 50.0, **options}
@@ -49,6 +51,8 @@ def _case(first, newest, queries, caches, *, group=2, dtype=jnp.float32, eight_b
     ]
     for number in eight_bits:
         _round(rng, written[number])
+    if change:
+        change(written[0])
     heads = len(caches[0][0][0]) * group
     q = jnp.asarray(rng.standard_normal((len(first), queries, heads, options["head_dim"])), dtype)
     expected = attend_to_pages(q, written, first, newest, page=options["page"], window=window)
@@ -105,6 +109,23 @@ def test_groups_dimensions_and_types(case, eight_bits, group, head_dim, dtype, t
     out, lse = implementation("paged_attention", backend)(*arguments, window=WINDOW)
     assert out.dtype == dtype
     check_attention((out, lse), expected, tolerance)
+
+
+@on_every_backend("paged_attention")
+@pytest.mark.parametrize(("case", "eight_bits"), [(DECODING, ()), (SHARED, ()), (BLOCKS, ()), (SOME, (0,))])
+def test_kept_tokens_have_a_bias(case, eight_bits, backend):
+    rng = np.random.default_rng(1)
+
+    def biased(cache):
+        pages = cache.pages
+        shape = (*pages.kept.shape, pages.kept_columns * PAGE)
+        bias = np.where(rng.random(shape) < 0.8, rng.normal(size=shape), -1e30).astype(np.float32)
+        past = np.arange(shape[-1]) >= np.asarray(pages.kept)[..., None]
+        cache.pages = dataclasses.replace(pages, bias=jnp.asarray(np.where(past, np.nan, bias)))
+
+    options = {"head_dim": 32} if eight_bits else {}
+    arguments, expected = _case(*case, eight_bits=eight_bits, change=biased, **options)
+    check_attention(implementation("paged_attention", backend)(*arguments, window=WINDOW), expected, 2e-5)
 
 
 SMALL = PagedConfig(queries=16, keys=16, programs=24, warps=4, stages=2, merged=4)
