@@ -1,7 +1,8 @@
 """Pages of the KV cache: one pool for a device, one table for all layers and rows, one allocator (DESIGN section 5).
 
 A page holds b tokens of one KV head. A row's table names, for each layer and KV head, the pages of its kept tokens and
-then those of its window. All numbers are data: they differ between layers, heads and prompts.
+then those of its window; and those of means, one for each block left of the window. All numbers are data: they differ
+between layers, heads and prompts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from tca_jax.errors import UserError
-from tca_jax.pallas_kernels.kv import Pages, Stored, empty, encode
+from tca_jax.pallas_kernels.kv import Pages, Stored, decode, empty, encode
 from tca_jax.pallas_kernels.kv import Pool as CompactTokens
+from tca_jax.pallas_kernels.numerics import MASKED
 
 
 class Pool(NamedTuple):
@@ -45,17 +47,23 @@ class PageTable(NamedTuple):
     pages: Int32[Array, "layers R H T"]
     kept: Int32[Array, "layers R H"]  # tokens outside the window
     worth: Float32[Array, "layers R H W"]  # predicted, of the window's tokens, by column and slot
+    means: Int32[Array, "layers R H M"]  # pages of the means of evicted tokens, one for each block
+    mean_bias: Float32[Array, "layers R H Mb"]  # added to the logit of a block's mean; -1e30: nothing was evicted
     start: Int32[Array, " R"]  # first position in the window, a multiple of b
     length: Int32[Array, " R"]
 
     @classmethod
-    def empty(cls, layers: int, rows: int, heads: int, columns: int, window_pages: int, page_size: int) -> PageTable:
+    def empty(
+        cls, layers: int, rows: int, heads: int, columns: int, window_pages: int, mean_pages: int, page_size: int
+    ) -> PageTable:
         """Rows without tokens."""
         shape = (layers, rows, heads)
         return cls(
             jnp.zeros((*shape, columns + window_pages), jnp.int32),
             jnp.zeros(shape, jnp.int32),
             jnp.full((*shape, window_pages * page_size), -jnp.inf),
+            jnp.zeros((*shape, mean_pages), jnp.int32),
+            jnp.full((*shape, mean_pages * page_size), MASKED),
             jnp.zeros(rows, jnp.int32),
             jnp.zeros(rows, jnp.int32),
         )
@@ -64,10 +72,13 @@ class PageTable(NamedTuple):
         """Pages of a window."""
         return self.worth.shape[-1] // page_size
 
-    def of_layer(self, pool: Pool, layer: int) -> Pages:
-        """What attention to pages takes."""
-        columns = self.pages.shape[-1] - self.window_pages(pool.page_size)
-        return Pages(*pool, self.pages[layer], self.kept[layer], self.start, self.length, columns)
+    def of_layer(self, pool: Pool, layer: int) -> tuple[Pages, Pages]:
+        """What attention to pages takes: tokens, and means."""
+        columns, none = self.pages.shape[-1] - self.window_pages(pool.page_size), jnp.zeros_like(self.start)
+        tokens = Pages(*pool, self.pages[layer], self.kept[layer], self.start, self.length, columns)
+        blocks = jnp.broadcast_to((self.start // pool.page_size)[:, None], self.kept.shape[1:])
+        means = Pages(*pool, self.means[layer], blocks, none, none, self.means.shape[-1], self.mean_bias[layer])
+        return tokens, means
 
 
 class FreePages(NamedTuple):
@@ -96,9 +107,10 @@ def write_layer(
     k: Float[Array, "L H d"],
     v: Float[Array, "L H d"],
     worth: Float32[Array, "H L"],
+    means: tuple[Float[Array, "N H d"], Float[Array, "N H d"], Float32[Array, "H N"]],  # of `block_means`
     length: Int[Array, ""],
 ) -> tuple[Pool, PageTable, FreePages]:
-    """Writes a prompt's selected tokens and its window into pages of a row, taken from `free`."""
+    """Writes a prompt's selected tokens, its means and its window into pages of a row, taken from `free`."""
     b, heads = pool.page_size, k.shape[1]
     window = table.window_pages(b)
     columns = table.pages.shape[-1] - window
@@ -106,6 +118,9 @@ def write_layer(
     kept_pages, free = free.take(-(-kept // b), columns)
     start = jnp.maximum((length // b - (window - 1)) * b, 0)
     window_pages, free = free.take(jnp.full(heads, window, jnp.int32), window)
+    blocks, columns_of_means = start // b, table.means.shape[-1]
+    counts = jnp.broadcast_to(-(-blocks // b), heads).astype(jnp.int32)
+    mean_pages, free = free.take(counts, columns_of_means)
     place = start + jnp.arange(window * b)
     inside = place < length
 
@@ -115,21 +130,29 @@ def write_layer(
 
     source = (selected.offsets[0] // b)[:, None] + jnp.arange(columns)
 
-    def written(pages: Stored, compact: Float[Array, "P d"], tokens: Float[Array, "L H d"]) -> Stored:
-        compact = compact.reshape(-1, b, compact.shape[-1])
-        own = jnp.concatenate(
-            [compact[jnp.minimum(source, len(compact) - 1)].reshape(-1, b, own_dim), window_of(tokens)]
-        )
-        return _set(pages, jnp.concatenate([kept_pages.ravel(), window_pages.ravel()]), own)
+    def as_pages(x: Float[Array, "N H d"]) -> Float[Array, "pages b d"]:
+        rest = columns_of_means * b - len(x)
+        x = jnp.pad(x, ((0, max(0, rest)), (0, 0), (0, 0)))[: columns_of_means * b]
+        return x.swapaxes(0, 1).reshape(-1, b, x.shape[-1])
 
-    own_dim = k.shape[-1]
-    pool = Pool(written(pool.k, selected.k, k), written(pool.v, selected.v, v))
+    def written(pages: Stored, compact: Float[Array, "P d"], tokens: Float[Array, "L H d"], mean: Array) -> Stored:
+        compact = compact.reshape(-1, b, compact.shape[-1])
+        of_kept = compact[jnp.minimum(source, len(compact) - 1)].reshape(-1, b, compact.shape[-1])
+        own = jnp.concatenate([of_kept, window_of(tokens), as_pages(mean).astype(of_kept.dtype)])
+        return _set(pages, jnp.concatenate([x.ravel() for x in (kept_pages, window_pages, mean_pages)]), own)
+
+    pool = Pool(written(pool.k, selected.k, k, means[0]), written(pool.v, selected.v, v, means[1]))
+    entropy = jnp.maximum(means[2], MASKED)
+    bias = jnp.pad(entropy, ((0, 0), (0, max(0, columns_of_means * b - entropy.shape[1]))), constant_values=MASKED)
+    bias = jnp.where(jnp.arange(columns_of_means * b) < blocks, bias[:, : columns_of_means * b], MASKED)
     of_window = jnp.where(inside, worth[:, jnp.minimum(place, worth.shape[1] - 1)], -jnp.inf)
     named = jnp.maximum(jnp.concatenate([kept_pages, window_pages], axis=1), 0)
     table = PageTable(
         table.pages.at[layer, row].set(named),
         table.kept.at[layer, row].set(kept),
         table.worth.at[layer, row].set(of_window),
+        table.means.at[layer, row].set(jnp.maximum(mean_pages, 0)),
+        table.mean_bias.at[layer, row].set(bias),
         table.start.at[row].set(start),
         table.length.at[row].set(length),
     )
@@ -159,7 +182,8 @@ def evict(
 ) -> tuple[Pool, PageTable, FreePages]:
     """The oldest block leaves the window of each row whose window is full: its tokens of at least `theta` are kept.
 
-    The block's page serves the window's next block. Rows with room in their window stay as they are.
+    The others leave their mean. The block's page serves the window's next block. Rows with room in their window stay as
+    they are.
     """
     b = pool.page_size
     window = table.window_pages(b)
@@ -177,10 +201,25 @@ def evict(
     target = jnp.take_along_axis(kept_pages, jnp.clip(place // b, 0, columns - 1), axis=-1)
     target = jnp.where(stays & (place // b < columns), target, -1)
 
+    number, columns_of_means = table.start // b, table.means.shape[-1]  # of the block
+    opens = full & (number % b == 0)[:, None]
+    fresh, free = free.take(jnp.broadcast_to(opens, oldest.shape).astype(jnp.int32), 1)
+    here = jnp.arange(columns_of_means) == (number // b)[:, None, None]
+    mean_pages = jnp.where(here & opens[..., None], fresh, table.means)
+    weights = jax.nn.softmax(jnp.where(stays, MASKED, worth), axis=-1) * ~stays
+    entropy = -jnp.where(weights > 0, weights * jnp.log(weights), 0).sum(axis=-1)
+    entropy = jnp.where((~stays).any(axis=-1), entropy, MASKED)
+    own = jnp.take_along_axis(mean_pages, jnp.broadcast_to((number // b)[:, None, None], (*oldest.shape, 1)), axis=-1)
+    own = jnp.where(full, own[..., 0], -1)
+
     def moved(pages: Stored) -> Stored:
         tokens = jax.tree.map(lambda x: x[oldest], pages)  # [layers, R, H, b, ...]
         at = jnp.where(target < 0, pages.shape[0], target)
-        return jax.tree.map(lambda x, new: x.at[at, place % b].set(new, mode="drop"), pages, tokens)
+        pages = jax.tree.map(lambda x, new: x.at[at, place % b].set(new, mode="drop"), pages, tokens)
+        mean = jnp.einsum("lrhb,lrhbd->lrhd", weights, decode(tokens, jnp.float32))
+        slot = jnp.broadcast_to((number % b)[:, None], own.shape)
+        at = jnp.where(own < 0, pages.shape[0], own)
+        return jax.tree.map(lambda x, new: x.at[at, slot].set(new, mode="drop"), pages, encode(mean, pages))
 
     rolled = jnp.where(full[..., None], jnp.roll(table.pages[..., columns:], -1, axis=-1), table.pages[..., columns:])
     emptied = jnp.roll(table.worth, -b, axis=-1).at[..., -b:].set(-jnp.inf)
@@ -188,6 +227,12 @@ def evict(
         jnp.concatenate([kept_pages, rolled], axis=-1),
         table.kept + count,
         jnp.where(full[..., None], emptied, table.worth),
+        mean_pages,
+        jnp.where(
+            full[..., None] & (jnp.arange(columns_of_means * b) == number[:, None, None]),
+            entropy[..., None],
+            table.mean_bias,
+        ),
         table.start + jnp.where(full[:, 0], b, 0),
         table.length,
     )
@@ -238,34 +283,41 @@ class Allocator:
 
 
 def row_pages(table: PageTable, row: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Full pages of a row's kept tokens, and the pages that tokens may still be written to."""
+    """Full pages of a row's kept tokens and means, and the pages that may still be written to."""
     pages, kept = np.asarray(table.pages[:, row]), np.asarray(table.kept[:, row])
     columns = pages.shape[-1] - table.window_pages(page_size)
     column = np.arange(columns)
     full = pages[..., :columns][column < (kept // page_size)[..., None]]
     partial = pages[..., :columns][(column == (kept // page_size)[..., None]) & (kept % page_size > 0)[..., None]]
-    return full, np.concatenate([partial, pages[..., columns:].ravel()])
+    means, count = np.asarray(table.means[:, row]), int(table.start[row]) // page_size
+    whole, started = means[..., : count // page_size].ravel(), means[..., count // page_size : -(-count // page_size)]
+    return np.concatenate([full, whole]), np.concatenate([partial, pages[..., columns:].ravel(), started.ravel()])
 
 
 def fork(pool: Pool, table: PageTable, allocator: Allocator, row: int, into: Sequence[int]) -> tuple[Pool, PageTable]:
     """Makes rows `into` continue row `row`: they share its full pages and have copies of the others."""
     full, written = row_pages(table, row, pool.page_size)
-    pages = np.asarray(table.pages[:, row])
-    of_rows, source, target = [], [], []
+    pages, means = np.asarray(table.pages[:, row]), np.asarray(table.means[:, row])
+    of_rows, of_means, source, target = [], [], [], []
     for _ in into:
         copies = allocator.take(len(written))
         allocator.share(full.tolist())
         renamed = np.arange(pool.k.shape[0])
         renamed[written] = copies
         of_rows.append(renamed[pages])
+        of_means.append(renamed[means])
         source += written.tolist()
         target += copies
     pool = copy_pages(pool, jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32))
     at = jnp.asarray(into)
-    return pool, PageTable(
-        table.pages.at[:, at].set(jnp.asarray(np.stack(of_rows, axis=1), jnp.int32)),
-        *(x.at[:, at].set(x[:, row, None]) for x in (table.kept, table.worth)),
-        *(x.at[at].set(x[row]) for x in (table.start, table.length)),
+    return pool, table._replace(
+        pages=table.pages.at[:, at].set(jnp.asarray(np.stack(of_rows, axis=1), jnp.int32)),
+        means=table.means.at[:, at].set(jnp.asarray(np.stack(of_means, axis=1), jnp.int32)),
+        **{
+            name: getattr(table, name).at[:, at].set(getattr(table, name)[:, row, None])
+            for name in ("kept", "worth", "mean_bias")
+        },
+        **{name: getattr(table, name).at[at].set(getattr(table, name)[row]) for name in ("start", "length")},
     )
 
 

@@ -20,7 +20,7 @@ from tca_jax.calibration.predicted_worth import WorthMaps
 from tca_jax.engine.lm import LM
 from tca_jax.engine.pages import Allocator, FreePages, PageTable, Pool, append, evict, write_layer
 from tca_jax.engine.prompts import pad_tokens
-from tca_jax.methods.worth import FIRST, ReadSettings, attend_by_worth, select_by_worth
+from tca_jax.methods.worth import FIRST, ReadSettings, attend_by_worth, block_means, select_by_worth
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
@@ -57,7 +57,7 @@ class Runtime:
         """An empty pool."""
         c, b = lm.config, 128
         pool = Pool.empty(pages, b, c.head_dim, lm.cache_dtype)
-        table = PageTable.empty(c.num_layers, rows, c.num_kv_heads, columns, window // b + 1, b)
+        table = PageTable.empty(c.num_layers, rows, c.num_kv_heads, columns, window // b + 1, cdiv(columns, b), b)
         return cls(lm, settings, pool, table, Allocator(pages), window)
 
     def read(self, row: int, ids: Sequence[int]) -> Float32[Array, " V"]:
@@ -95,7 +95,7 @@ class Runtime:
         b = self.pool.page_size
         length, start = (np.asarray(x) for x in (self.table.length, self.table.start))
         if (length - start >= self.window + b).any():
-            free = self._free_pages(self.table.kept.size)
+            free = self._free_pages(2 * self.table.kept.size)
             self.pool, self.table, free = evict(self.pool, self.table, free, self.settings.theta)
             self._put_back(free)
         logits, self.pool, self.table = _step(
@@ -105,7 +105,7 @@ class Runtime:
 
     def _most_pages(self, length: int) -> int:
         c, b = self.lm.config, self.pool.page_size
-        return c.num_layers * c.num_kv_heads * (cdiv(length, b) + self.window // b + 1)
+        return c.num_layers * c.num_kv_heads * (cdiv(length, b) + cdiv(length, b * b) + self.window // b + 1)
 
     def _free_pages(self, count: int) -> FreePages:
         return FreePages(jnp.asarray(self.allocator.take(count), jnp.int32), jnp.int32(0))
@@ -168,7 +168,8 @@ def _read_layer(
             q, k, v, worth, lengths, read, **sizes, stride=stride, capacity=k.shape[1] * k.shape[2]
         )
         selected = select_by_worth(k, v, worth, lengths, theta, **sizes)
-        return out, write_layer(pool, table, free, layer, row, selected, k[0], v[0], worth[0], lengths[0])
+        means = tuple(x[0] for x in block_means(k, v, worth, worth < theta, b))  # of whole blocks
+        return out, write_layer(pool, table, free, layer, row, selected, k[0], v[0], worth[0], means, lengths[0])
 
     x, (pool, table, free), _ = module(x, cos, sin, attention, None)
     return x, pool, table, free
@@ -207,6 +208,7 @@ def _attend_token(
     state: tuple[Pool, PageTable],
 ) -> tuple[Array, tuple[Pool, PageTable]]:
     pool, table = append(*state, layer, k[:, 0], v[:, 0], worth)
-    pages = dataclasses.replace(table.of_layer(pool, layer), end=table.length + 1)
-    out, _ = paged_attention(q, (pages,), table.length, table.length, window=window)
+    tokens, means = table.of_layer(pool, layer)
+    caches = dataclasses.replace(tokens, end=table.length + 1), means
+    out, _ = paged_attention(q, caches, table.length, table.length, window=window)
     return out, (pool, table)

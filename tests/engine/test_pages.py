@@ -7,6 +7,7 @@ import pytest
 
 from tca_jax.engine.pages import Allocator, FreePages, PageTable, Pool, append, evict, fork, row_pages, write_layer
 from tca_jax.methods.regions import Regions, Selection
+from tca_jax.methods.worth import block_means
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 
 B, W, LAYERS, ROWS, HEADS, D = 128, 2, 2, 3, 2, 16  # tokens of a page, pages of a window
@@ -28,6 +29,14 @@ class Tokens:
     def kept(self, layer, head, theta, start):
         return np.flatnonzero(self.worth[layer, head, :start] >= theta)
 
+    def means(self, layer, head, theta, start):
+        """Of the others of each block: mean key, mean value and the entropy of the weights."""
+        for block in range(start // B):
+            tokens = block * B + np.flatnonzero(self.worth[layer, head, block * B : (block + 1) * B] < theta)
+            w = np.exp(self.worth[layer, head, tokens].astype(np.float64))
+            w /= w.sum()
+            yield w @ self.k[layer, tokens, head], w @ self.v[layer, tokens, head], -w @ np.log(w)
+
 
 def free_pages(allocator, count):
     return FreePages(jnp.asarray(allocator.take(count), jnp.int32), jnp.int32(0))
@@ -47,7 +56,8 @@ def read_prompt(pool, table, allocator, row, tokens, theta):
         budgets = chosen[:, : length // B * B].reshape(HEADS, -1, B).sum(-1)[None]
         regions = Regions.plan(1, [length] * HEADS, B)
         selected = regions.fill(Selection(chosen.astype(jnp.float32)[None], budgets), k[None], v[None], block_size=B)
-        pool, table, free = write(pool, table, free, layer, row, selected.pool, k, v, worth, jnp.int32(length))
+        means = tuple(x[0] for x in block_means(k[None], v[None], worth[None], (worth < theta)[None], B))
+        pool, table, free = write(pool, table, free, layer, row, selected.pool, k, v, worth, means, jnp.int32(length))
     put_back(allocator, free)
     return pool, table
 
@@ -67,7 +77,7 @@ def step(pool, table, rows):
 def check(pool, table, rows, theta):
     start = np.asarray(table.start)
     for layer, (row, tokens) in ((layer, each) for layer in range(LAYERS) for each in enumerate(rows)):
-        pages = table.of_layer(pool, layer)
+        pages, means = table.of_layer(pool, layer)
         for head in range(HEADS):
             expected = tokens.kept(layer, head, theta, start[row])
             numbers = np.asarray(pages.table)[row, head]
@@ -77,20 +87,24 @@ def check(pool, table, rows, theta):
             np.testing.assert_array_equal(window, tokens.v[layer, start[row] : tokens.length, head])
         q = np.random.default_rng(layer).normal(size=(len(rows), 1, 2 * HEADS, D)).astype(np.float32)
         newest = table.length - 1
-        out, _ = paged_attention(jnp.asarray(q), (pages,), newest, newest, window=(W - 1) * B)
+        out, _ = paged_attention(jnp.asarray(q), (pages, means), newest, newest, window=(W - 1) * B)
         for head in range(2 * HEADS):
             kept = tokens.kept(layer, head // 2, theta, start[row])
             first = max(0, (tokens.length - 1) // B * B - (W - 1) * B)
             seen = np.concatenate([kept, np.arange(max(first, start[row]), tokens.length)])
-            logits = tokens.k[layer, seen, head // 2] @ q[row, 0, head] / np.sqrt(D)
+            keys, values, bias = tokens.k[layer, seen, head // 2], tokens.v[layer, seen, head // 2], np.zeros(len(seen))
+            for mean_k, mean_v, entropy in tokens.means(layer, head // 2, theta, start[row]):
+                keys, values = np.vstack([keys, mean_k]), np.vstack([values, mean_v])
+                bias = np.append(bias, entropy)
+            logits = keys @ q[row, 0, head] / np.sqrt(D) + bias
             p = np.exp(logits - logits.max())
-            np.testing.assert_allclose(out[row, 0, head], p @ tokens.v[layer, seen, head // 2] / p.sum(), atol=2e-5)
+            np.testing.assert_allclose(out[row, 0, head], p @ values / p.sum(), atol=2e-5)
 
 
 def test_rows_of_a_table_hold_their_tokens():
     rng, theta, allocator = np.random.default_rng(0), 0.8, Allocator(PAGES)
     pool = Pool.empty(PAGES, B, D, jnp.float32)
-    table = PageTable.empty(LAYERS, ROWS, HEADS, COLUMNS, W, B)
+    table = PageTable.empty(LAYERS, ROWS, HEADS, COLUMNS, W, 1, B)
     rows = [Tokens(rng, length) for length in (700, 130, 384)]
     for row, tokens in enumerate(rows):
         pool, table = read_prompt(pool, table, allocator, row, tokens, theta)
@@ -101,7 +115,7 @@ def test_rows_of_a_table_hold_their_tokens():
         for tokens in rows:
             tokens.length += 1
         if any(tokens.length % B == 0 for tokens in rows):
-            free = free_pages(allocator, LAYERS * ROWS * HEADS)
+            free = free_pages(allocator, 2 * LAYERS * ROWS * HEADS)
             pool, table, free = evict(pool, table, free, jnp.float32(theta))
             put_back(allocator, free)
     assert [int(x) for x in table.start] == [(t.length // B - W + 1) * B for t in rows]
