@@ -51,7 +51,7 @@ class ProfileLike(Protocol):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params"],
+    data_fields=["params", "settings"],
     meta_fields=[
         "graphdef",
         "config",
@@ -84,6 +84,7 @@ class LM:
         head_orders: On a mesh, the KV heads of each layer as they lie on its devices, `[layers][H_kv]`. Weights and
             caches are in this order; what users see is in the model's own.
         kv: What keys and values are stored in: "fp8", or None for `dtype`.
+        settings: Arrays of the method, whose first axis is the layers; None for methods without.
     """
 
     params: Any
@@ -98,6 +99,7 @@ class LM:
     mesh: Mesh | None = None
     head_orders: Orders | None = None
     kv: str | None = None
+    settings: Any = None
 
     def __repr__(self) -> str:
         mesh = "" if self.mesh is None else f", mesh {mesh_name(self.mesh)}"
@@ -135,6 +137,19 @@ class LM:
     def decoder(self) -> Decoder:
         """The Flax NNX module over this LM's weights, with KV heads in the order of `head_orders`."""
         return nnx.merge(self.graphdef, self.params)
+
+    @functools.cached_property
+    def layer_graphdef(self) -> Any:
+        """Static part of a decoder layer, the same for all."""
+        return nnx.split(self.decoder.layers[0])[0]
+
+    def layer_params(self, layer: int) -> Any:
+        """Weights of a layer."""
+        return self.params["layers"][layer]
+
+    def settings_of(self, layer: int) -> Any:
+        """The method's arrays of a layer."""
+        return jax.tree.map(lambda x: x[layer], self.settings)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -244,7 +259,7 @@ class LM:
         A fingerprint takes a read of all weights; to merge a deep model takes milliseconds.
         """
         other = dataclasses.replace(self, **changes)
-        known = ("fingerprint", "dtype", "weights_dtype")
+        known = ("fingerprint", "dtype", "weights_dtype", "layer_graphdef")
         vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
         return other
 

@@ -1,249 +1,342 @@
-"""Pages of the KV cache: one pool for a device, one table for all layers and rows, one allocator (DESIGN section 5).
+"""Pages of the KV cache: one pool for all layers, one table for all rows, one allocator (DESIGN section 5).
 
 A page holds b tokens of one KV head. A row's table names, for each layer and KV head, the pages of its kept tokens and
-then those of its window; and those of means, one for each block left of the window. All numbers are data: they differ
+then those of its window; and, where evicted tokens leave their means, pages of means. All numbers are data: they differ
 between layers, heads and prompts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import typing
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from tca_jax.engine.mesh import PerDevice
 from tca_jax.errors import UserError
+from tca_jax.methods.scored import BlockMeans
 from tca_jax.pallas_kernels.kv import Pages, Stored, decode, empty, encode
 from tca_jax.pallas_kernels.kv import Pool as CompactTokens
-from tca_jax.pallas_kernels.numerics import MASKED
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 
 
-class Pool(NamedTuple):
-    """All pages of a device."""
+class Scored(NamedTuple):
+    """Of rows whose tokens have scores: those of the window, and the means of evicted tokens."""
 
-    k: Stored  # [P, b, d]
-    v: Stored
-
-    @classmethod
-    def empty(cls, pages: int, page_size: int, head_dim: int, dtype: DTypeLike) -> Pool:
-        """Pages of zeros, so that what no token fills is finite."""
-        shape = (pages, page_size, head_dim)
-        return cls(empty(shape, dtype), empty(shape, dtype))
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page, b."""
-        return self.k.shape[1]
-
-
-class PageTable(NamedTuple):
-    """Pages of R rows: `columns` for kept tokens, then those of the window, oldest block first."""
-
-    pages: Int32[Array, "layers R H T"]
-    kept: Int32[Array, "layers R H"]  # tokens outside the window
-    worth: Float32[Array, "layers R H W"]  # predicted, of the window's tokens, by column and slot
-    means: Int32[Array, "layers R H M"]  # pages of the means of evicted tokens, one for each block
-    mean_bias: Float32[Array, "layers R H Mb"]  # added to the logit of a block's mean; -1e30: nothing was evicted
-    start: Int32[Array, " R"]  # first position in the window, a multiple of b
-    length: Int32[Array, " R"]
-
-    @classmethod
-    def empty(
-        cls, layers: int, rows: int, heads: int, columns: int, window_pages: int, mean_pages: int, page_size: int
-    ) -> PageTable:
-        """Rows without tokens."""
-        shape = (layers, rows, heads)
-        return cls(
-            jnp.zeros((*shape, columns + window_pages), jnp.int32),
-            jnp.zeros(shape, jnp.int32),
-            jnp.full((*shape, window_pages * page_size), -jnp.inf),
-            jnp.zeros((*shape, mean_pages), jnp.int32),
-            jnp.full((*shape, mean_pages * page_size), MASKED),
-            jnp.zeros(rows, jnp.int32),
-            jnp.zeros(rows, jnp.int32),
-        )
-
-    def window_pages(self, page_size: int) -> int:
-        """Pages of a window."""
-        return self.worth.shape[-1] // page_size
-
-    def of_layer(self, pool: Pool, layer: int) -> tuple[Pages, Pages]:
-        """What attention to pages takes: tokens, and means."""
-        columns, none = self.pages.shape[-1] - self.window_pages(pool.page_size), jnp.zeros_like(self.start)
-        tokens = Pages(*pool, self.pages[layer], self.kept[layer], self.start, self.length, columns)
-        blocks = jnp.broadcast_to((self.start // pool.page_size)[:, None], self.kept.shape[1:])
-        means = Pages(*pool, self.means[layer], blocks, none, none, self.means.shape[-1], self.mean_bias[layer])
-        return tokens, means
+    scores: Float32[Array, "layers R H W"]  # of the window's tokens, by column and slot
+    pages: Int32[Array, "layers R H M"]  # of the means, one for each block left of the window
+    bias: Float32[Array, "layers R H Mb"]  # added to the logit of a block's mean; -1e30: nothing was evicted
 
 
 class FreePages(NamedTuple):
-    """Pages that a program may take, in order."""
+    """Pages that programs may take, in order."""
 
     numbers: Int32[Array, " n"]
     taken: Int32[Array, ""]
 
-    def take(self, counts: Int[Array, "*s"], most: int) -> tuple[Int32[Array, "*s most"], FreePages]:
-        """`counts` pages for each, in `most` columns; others are -1, also those that there are no pages for."""
+    def take(self, counts: Int[Array, "*s"], most: int, none: int) -> tuple[Int32[Array, "*s most"], FreePages]:
+        """`counts` pages for each, in `most` columns; `none` in others, and where no page is left."""
         ends = self.taken + jnp.cumsum(counts.ravel(), dtype=jnp.int32).reshape(counts.shape)
         column = jnp.arange(most, dtype=jnp.int32)
         index = (ends - counts)[..., None] + column
         there = (column < counts[..., None]) & (index < len(self.numbers))
-        numbers = jnp.where(there, self.numbers[jnp.minimum(index, len(self.numbers) - 1)], -1)
-        return numbers.astype(jnp.int32), FreePages(self.numbers, ends.ravel()[-1])
+        found = jnp.where(there, self.numbers.at[index].get(mode="clip"), none)
+        taken = jnp.minimum(ends.ravel()[-1], len(self.numbers)) if counts.size else self.taken
+        return found.astype(jnp.int32), FreePages(self.numbers, taken.astype(jnp.int32))
 
 
-def write_layer(
-    pool: Pool,
-    table: PageTable,
-    free: FreePages,
-    layer: Int[Array, ""],
-    row: Int[Array, ""],
-    selected: CompactTokens,  # of one prompt [1, H]; regions are whole pages
-    k: Float[Array, "L H d"],
-    v: Float[Array, "L H d"],
-    worth: Float32[Array, "H L"],
-    means: tuple[Float[Array, "N H d"], Float[Array, "N H d"], Float32[Array, "H N"]],  # of `block_means`
-    length: Int[Array, ""],
-) -> tuple[Pool, PageTable, FreePages]:
-    """Writes a prompt's selected tokens, its means and its window into pages of a row, taken from `free`."""
-    b, heads = pool.page_size, k.shape[1]
-    window = table.window_pages(b)
-    columns = table.pages.shape[-1] - window
-    kept = selected.lengths[0].astype(jnp.int32)
-    kept_pages, free = free.take(-(-kept // b), columns)
-    start = jnp.maximum((length // b - (window - 1)) * b, 0)
-    window_pages, free = free.take(jnp.full(heads, window, jnp.int32), window)
-    blocks, columns_of_means = start // b, table.means.shape[-1]
-    counts = jnp.broadcast_to(-(-blocks // b), heads).astype(jnp.int32)
-    mean_pages, free = free.take(counts, columns_of_means)
-    place = start + jnp.arange(window * b)
-    inside = place < length
+@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["k", "v", "free", "pages", "kept", "start", "length", "scored"],
+    meta_fields=["window_pages"],
+)
+@dataclasses.dataclass(frozen=True)
+class Rows(PerDevice):
+    """R rows of a page table with the pool that they name pages of.
 
-    def window_of(x: Float[Array, "L H d"]) -> Float[Array, "pages b d"]:
-        tokens = jnp.where(inside[:, None, None], x[jnp.minimum(place, len(x) - 1)], 0)
-        return tokens.swapaxes(0, 1).reshape(heads * window, b, -1)
-
-    source = (selected.offsets[0] // b)[:, None] + jnp.arange(columns)
-
-    def as_pages(x: Float[Array, "N H d"]) -> Float[Array, "pages b d"]:
-        rest = columns_of_means * b - len(x)
-        x = jnp.pad(x, ((0, max(0, rest)), (0, 0), (0, 0)))[: columns_of_means * b]
-        return x.swapaxes(0, 1).reshape(-1, b, x.shape[-1])
-
-    def written(pages: Stored, compact: Float[Array, "P d"], tokens: Float[Array, "L H d"], mean: Array) -> Stored:
-        compact = compact.reshape(-1, b, compact.shape[-1])
-        of_kept = compact[jnp.minimum(source, len(compact) - 1)].reshape(-1, b, compact.shape[-1])
-        own = jnp.concatenate([of_kept, window_of(tokens), as_pages(mean).astype(of_kept.dtype)])
-        return _set(pages, jnp.concatenate([x.ravel() for x in (kept_pages, window_pages, mean_pages)]), own)
-
-    pool = Pool(written(pool.k, selected.k, k, means[0]), written(pool.v, selected.v, v, means[1]))
-    entropy = jnp.maximum(means[2], MASKED)
-    bias = jnp.pad(entropy, ((0, 0), (0, max(0, columns_of_means * b - entropy.shape[1]))), constant_values=MASKED)
-    bias = jnp.where(jnp.arange(columns_of_means * b) < blocks, bias[:, : columns_of_means * b], MASKED)
-    of_window = jnp.where(inside, worth[:, jnp.minimum(place, worth.shape[1] - 1)], -jnp.inf)
-    named = jnp.maximum(jnp.concatenate([kept_pages, window_pages], axis=1), 0)
-    table = PageTable(
-        table.pages.at[layer, row].set(named),
-        table.kept.at[layer, row].set(kept),
-        table.worth.at[layer, row].set(of_window),
-        table.means.at[layer, row].set(jnp.maximum(mean_pages, 0)),
-        table.mean_bias.at[layer, row].set(bias),
-        table.start.at[row].set(start),
-        table.length.at[row].set(length),
-    )
-    return pool, table, free
-
-
-def append(
-    pool: Pool,
-    table: PageTable,
-    layer: int,
-    k: Float[Array, "R H d"],
-    v: Float[Array, "R H d"],
-    worth: Float32[Array, "R H"],
-) -> tuple[Pool, PageTable]:
-    """Writes one token of each row at its position `length`; `advance` follows after the last layer."""
-    b, rows = pool.page_size, jnp.arange(len(table.length))
-    column = (table.length - table.start) // b
-    columns = table.pages.shape[-1] - table.window_pages(b)
-    pages, slot = table.pages[layer, rows, :, columns + column], (table.length % b)[:, None]
-    stored = Pool(*(_set_slots(x, pages, slot, new) for x, new in zip(pool, (k, v), strict=True)))
-    return stored, table._replace(worth=table.worth.at[layer, rows, :, column * b + table.length % b].set(worth))
-
-
-@functools.partial(jax.jit, donate_argnums=(0,))
-def evict(
-    pool: Pool, table: PageTable, free: FreePages, theta: Float32[Array, ""]
-) -> tuple[Pool, PageTable, FreePages]:
-    """The oldest block leaves the window of each row whose window is full: its tokens of at least `theta` are kept.
-
-    The others leave their mean. The block's page serves the window's next block. Rows with room in their window stay as
-    they are.
+    The first `columns` entries of a head's table name the pages of its kept tokens, which fill them in order; the
+    others those of its window, oldest block first. An entry P names no page.
     """
-    b = pool.page_size
-    window = table.window_pages(b)
-    columns = table.pages.shape[-1] - window
-    full = (table.length - table.start >= window * b)[:, None]
-    worth = table.worth[..., :b]
-    stays = full[..., None] & (worth >= theta)  # [layers, R, H, b]
-    place = table.kept[..., None] + jnp.cumsum(stays, axis=-1) - 1  # among the kept tokens
-    count = stays.sum(axis=-1, dtype=jnp.int32)
-    had, needs = -(-table.kept // b), -(-(table.kept + count) // b)
-    more, free = free.take(needs - had, 1)
-    column = jnp.arange(columns)
-    kept_pages = jnp.where((column == had[..., None]) & (needs > had)[..., None], more, table.pages[..., :columns])
-    oldest = table.pages[..., columns]
-    target = jnp.take_along_axis(kept_pages, jnp.clip(place // b, 0, columns - 1), axis=-1)
-    target = jnp.where(stays & (place // b < columns), target, -1)
 
-    number, columns_of_means = table.start // b, table.means.shape[-1]  # of the block
-    opens = full & (number % b == 0)[:, None]
-    fresh, free = free.take(jnp.broadcast_to(opens, oldest.shape).astype(jnp.int32), 1)
-    here = jnp.arange(columns_of_means) == (number // b)[:, None, None]
-    mean_pages = jnp.where(here & opens[..., None], fresh, table.means)
-    weights = jax.nn.softmax(jnp.where(stays, MASKED, worth), axis=-1) * ~stays
-    entropy = -jnp.where(weights > 0, weights * jnp.log(weights), 0).sum(axis=-1)
-    entropy = jnp.where((~stays).any(axis=-1), entropy, MASKED)
-    own = jnp.take_along_axis(mean_pages, jnp.broadcast_to((number // b)[:, None, None], (*oldest.shape, 1)), axis=-1)
-    own = jnp.where(full, own[..., 0], -1)
+    k: Stored  # the pool: keys [P, b, d] and values
+    v: Stored
+    free: FreePages
+    pages: Int32[Array, "layers R H T"]
+    kept: Int32[Array, "layers R H"]  # tokens outside the window
+    start: Int32[Array, " R"]  # first position in the window, a multiple of b
+    length: Int32[Array, " R"]
+    scored: Scored | None
+    window_pages: int  # static
 
-    def moved(pages: Stored) -> Stored:
-        tokens = jax.tree.map(lambda x: x[oldest], pages)  # [layers, R, H, b, ...]
-        at = jnp.where(target < 0, pages.shape[0], target)
-        pages = jax.tree.map(lambda x, new: x.at[at, place % b].set(new, mode="drop"), pages, tokens)
-        mean = jnp.einsum("lrhb,lrhbd->lrhd", weights, decode(tokens, jnp.float32))
-        slot = jnp.broadcast_to((number % b)[:, None], own.shape)
-        at = jnp.where(own < 0, pages.shape[0], own)
-        return jax.tree.map(lambda x, new: x.at[at, slot].set(new, mode="drop"), pages, encode(mean, pages))
+    @classmethod
+    def create(
+        cls,
+        layers: int,
+        rows: int,
+        heads: int,
+        *,
+        pages: int,  # of the pool
+        columns: int,  # for pages of kept tokens
+        window_pages: int,
+        mean_pages: int | None,  # None: tokens have no scores
+        page_size: int,
+        head_dim: int,
+        dtype: DTypeLike,
+    ) -> Rows:
+        """Rows without tokens; all pages are free."""
+        shape, pool = (layers, rows, heads), (pages, page_size, head_dim)
+        scored = None
+        if mean_pages is not None:
+            scored = Scored(
+                jnp.full((*shape, window_pages * page_size), -jnp.inf),
+                jnp.full((*shape, mean_pages), pages, jnp.int32),
+                jnp.full((*shape, mean_pages * page_size), MASKED),
+            )
+        return cls(
+            empty(pool, dtype),  # zeros: what no token fills is finite
+            empty(pool, dtype),
+            FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(0)),
+            jnp.full((*shape, columns + window_pages), pages, jnp.int32),
+            jnp.zeros(shape, jnp.int32),
+            jnp.zeros(rows, jnp.int32),
+            jnp.zeros(rows, jnp.int32),
+            scored,
+            window_pages,
+        )
 
-    rolled = jnp.where(full[..., None], jnp.roll(table.pages[..., columns:], -1, axis=-1), table.pages[..., columns:])
-    emptied = jnp.roll(table.worth, -b, axis=-1).at[..., -b:].set(-jnp.inf)
-    table = PageTable(
-        jnp.concatenate([kept_pages, rolled], axis=-1),
-        table.kept + count,
-        jnp.where(full[..., None], emptied, table.worth),
-        mean_pages,
-        jnp.where(
-            full[..., None] & (jnp.arange(columns_of_means * b) == number[:, None, None]),
-            entropy[..., None],
-            table.mean_bias,
-        ),
-        table.start + jnp.where(full[:, 0], b, 0),
-        table.length,
-    )
-    return Pool(moved(pool.k), moved(pool.v)), table, free
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page, b."""
+        return self.k.shape[-2]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool of a device, P."""
+        return self.k.shape[-3]
+
+    @property
+    def columns(self) -> int:
+        """Entries of the table for pages of kept tokens."""
+        return self.pages.shape[-1] - self.window_pages
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool, on all devices together."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.k, self.v)))
+
+    def of_layer(self, layer: int | Array, start: Int[Array, " R"] | None = None) -> tuple[Pages, ...]:
+        """What attention to pages takes: the rows' tokens, and the means of evicted ones."""
+        start = self.start if start is None else start
+        most = start + self.window_pages * self.page_size  # the queries' positions say where rows end
+        tokens = Pages(self.k, self.v, self.pages[layer], self.kept[layer], start, most, self.columns)
+        if self.scored is None or not self.scored.pages.shape[-1]:
+            return (tokens,)
+        scored, none = self.scored, jnp.zeros_like(start)
+        blocks = jnp.broadcast_to((start // self.page_size)[:, None], self.kept.shape[1:])
+        columns = scored.pages.shape[-1]
+        means = Pages(self.k, self.v, scored.pages[layer], blocks, none, none, columns, scored.bias[layer])
+        return tokens, means
+
+    def with_prompts(
+        self,
+        layer: int | Array,
+        at: Int[Array, " B"],  # the rows
+        kept: CompactTokens | None,  # selected tokens; regions are whole pages
+        k: Float[Array, "B L H d"],
+        v: Float[Array, "B L H d"],
+        lengths: Int[Array, " B"],
+        most: Int[Array, " B"],  # tokens that the rows will have
+        scores: Float32[Array, "B H L"] | None = None,
+        means: BlockMeans | None = None,
+    ) -> Rows:
+        """Writes a layer of prompts into pages of rows: the selected tokens, the window, and the means."""
+        b, (batch, _, heads, _), none = self.page_size, k.shape, self.num_pages
+        start = jnp.maximum((lengths // b - (self.window_pages - 1)) * b, 0)
+        held, kept_pages, free = jnp.zeros((batch, heads), jnp.int32), None, self.free
+        writes: list[tuple[Array, Array, Array]] = []  # page numbers, and keys and values [n, b, d]
+        if kept is not None and self.columns:
+            kept_pages, free = free.take(-(-kept.lengths // b), self.columns, none)
+            room = (kept_pages < none).sum(axis=-1, dtype=jnp.int32) * b
+            held = jnp.minimum(kept.lengths, room).astype(jnp.int32)
+            source = (kept.offsets // b)[..., None] + jnp.arange(self.columns)
+            compact = [x.reshape(-1, b, x.shape[-1]).at[source].get(mode="clip") for x in (kept.k, kept.v)]
+            writes.append((kept_pages, *compact))
+        window = min(self.window_pages, cdiv(k.shape[1], b))  # pages that a prompt can fill
+        counts = jnp.minimum(self.window_pages, -(-(most - start) // b))
+        of_window, free = free.take(jnp.repeat(counts[:, None], heads, axis=1), self.window_pages, none)
+        place = start[:, None] + jnp.arange(window * b)
+        index = jnp.minimum(place, k.shape[1] - 1)[..., None, None]
+        writes.append((of_window[..., :window], *(_as_pages(jnp.take_along_axis(x, index, axis=1), b) for x in (k, v))))
+        scored = self.scored
+        if scored is not None and scores is not None:
+            inside = (place < lengths[:, None])[:, None]
+            found = jnp.where(inside, jnp.take_along_axis(scores, index[..., 0].swapaxes(1, 2), axis=2), -jnp.inf)
+            rest = ((0, 0), (0, 0), (0, scored.scores.shape[-1] - window * b))
+            filled = scored.scores.at[layer, at].set(jnp.pad(found, rest, constant_values=-jnp.inf))
+            scored = scored._replace(scores=filled)
+        if scored is not None and means is not None:
+            columns, blocks = scored.pages.shape[-1], start // b
+            number, free = free.take(jnp.repeat(-(-blocks // b)[:, None], heads, axis=1), columns, none)
+            rest = columns * b - means.bias.shape[-1]
+
+            def whole(x: Array, axis: int, fill: float = 0.0) -> Array:
+                width = [(0, 0)] * x.ndim
+                width[axis] = (0, max(0, rest))
+                return jnp.pad(x, width, constant_values=fill).take(jnp.arange(columns * b), axis=axis)
+
+            writes.append((number, *(_as_pages(whole(x, 1), b) for x in (means.k, means.v))))
+            bias = whole(jnp.maximum(means.bias, MASKED), 2, MASKED)
+            bias = jnp.where(jnp.arange(columns * b) < blocks[:, None, None], bias, MASKED)
+            scored = scored._replace(
+                pages=scored.pages.at[layer, at].set(number), bias=scored.bias.at[layer, at].set(bias)
+            )
+        pools = [self.k, self.v]
+        for numbers, *values in writes:
+            flat = numbers.reshape(-1)
+            pools = [_set(pool, flat, x.reshape(len(flat), b, -1)) for pool, x in zip(pools, values, strict=True)]
+        table = of_window if kept_pages is None else jnp.concatenate([kept_pages, of_window], axis=-1)
+        if kept_pages is None and self.columns:
+            nothing = jnp.full((batch, heads, self.columns), none, jnp.int32)
+            table = jnp.concatenate([nothing, of_window], axis=-1)
+        return dataclasses.replace(
+            self,
+            k=pools[0],
+            v=pools[1],
+            free=free,
+            pages=self.pages.at[layer, at].set(table),
+            kept=self.kept.at[layer, at].set(held),
+            start=self.start.at[at].set(start.astype(jnp.int32)),
+            length=self.length.at[at].set(lengths.astype(jnp.int32)),
+            scored=scored,
+        )
+
+    def with_tokens(
+        self,
+        layer: int | Array,
+        k: Float[Array, "R m H d"],
+        v: Float[Array, "R m H d"],
+        positions: Int[Array, "R m"],  # of one block each row
+        new: Bool[Array, "R m"] | None,  # columns that are tokens; None for all
+        start: Int[Array, " R"],  # of the windows
+        scores: Float32[Array, "R m H"] | None = None,
+    ) -> Rows:
+        """Writes tokens of each row to its window."""
+        b, rows = self.page_size, jnp.arange(len(start))
+        column = jnp.clip((positions[:, 0] - start) // b, 0, self.window_pages - 1)
+        numbers = self.pages[layer, rows, :, self.columns + column]  # [R, H]
+        slots = positions % b
+        slots = slots if new is None else jnp.where(new, slots, b)  # out of bounds: dropped
+        mode = "promise_in_bounds" if new is None else "drop"
+
+        def put(pool: Array, x: Array) -> Array:
+            return pool.at[numbers[:, None], slots[..., None]].set(x, mode=mode)
+
+        pools = jax.tree.map(put, (self.k, self.v), tuple(encode(x, self.k) for x in (k, v)))
+        scored = self.scored
+        if scored is not None and scores is not None:
+            place = column[:, None] * b + slots
+            place = jnp.where(slots < b, place, scored.scores.shape[-1])
+            filled = scored.scores.at[layer, rows[:, None], :, place].set(scores, mode="drop")
+            scored = scored._replace(scores=filled)
+        return dataclasses.replace(self, k=pools[0], v=pools[1], scored=scored)
+
+    def leaving_block(self, layer: int | Array, dtype: Any) -> tuple[Array, Array]:
+        """Keys and values [R, H, b, d] of the window's oldest block."""
+        numbers = self.pages[layer][..., self.columns]
+        return tuple(  # type: ignore[return-value]
+            decode(jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), pool), dtype) for pool in (self.k, self.v)
+        )
+
+    def evict(
+        self,
+        layer: int | Array,
+        leaving: Bool[Array, " R"],  # rows whose oldest block leaves the window
+        chosen: Bool[Array, "R H b"],  # its tokens that stay
+        start: Int[Array, " R"],  # first positions of that block
+    ) -> Rows:
+        """Moves the chosen tokens of the oldest block to pages of kept tokens; others leave their mean, if any do.
+
+        The block's page serves the window's next block. The caller moves `start`, which all layers share.
+        """
+        b, none, columns = self.page_size, self.num_pages, self.columns
+        table, kept, free = self.pages[layer], self.kept[layer], self.free
+        oldest, out = table[..., columns], leaving[:, None]
+        stays = out[..., None] & chosen
+        pools, had = [self.k, self.v], -(-kept // b)
+        blocks = [jax.tree.map(lambda x: x.at[oldest].get(mode="clip"), pool) for pool in pools]
+        kept_pages = table[..., :columns]
+        if columns:
+            counts = stays.sum(axis=-1, dtype=jnp.int32)
+            needs = jnp.minimum(-(-(kept + counts) // b), columns)
+            more, free = free.take(needs - had, 1, none)
+            here = (jnp.arange(columns) == had[..., None]) & (needs > had)[..., None]
+            kept_pages = jnp.where(here, more, kept_pages)
+            room = (kept_pages < none).sum(axis=-1, dtype=jnp.int32) * b
+            place = kept[..., None] + jnp.cumsum(stays, axis=-1) - 1  # among the kept tokens
+            target = jnp.take_along_axis(kept_pages, jnp.clip(place // b, 0, columns - 1), axis=-1)
+            target = jnp.where(stays & (place < room[..., None]), target, none)
+            pools = [
+                jax.tree.map(lambda x, new: x.at[target, place % b].set(new, mode="drop"), pool, block)
+                for pool, block in zip(pools, blocks, strict=True)
+            ]
+            kept = jnp.minimum(kept + counts, jnp.maximum(room, kept))
+        scored = self.scored
+        if scored is not None:
+            number, columns_of_means = start // b, scored.pages.shape[-1]  # of the block
+            scores, bias = scored.scores[layer], scored.bias[layer]
+            if columns_of_means:
+                opens = out & (number % b == 0)[:, None]
+                fresh, free = free.take(jnp.broadcast_to(opens, oldest.shape).astype(jnp.int32), 1, none)
+                column = (number // b)[:, None, None]
+                here = (jnp.arange(columns_of_means) == column) & opens[..., None]
+                mean_pages = jnp.where(here, fresh, scored.pages[layer])
+                weights = jax.nn.softmax(jnp.where(stays, MASKED, scores[..., :b]), axis=-1) * ~stays
+                entropy = -jnp.where(weights > 0, weights * jnp.log(weights), 0).sum(axis=-1)
+                entropy = jnp.where((~stays).any(axis=-1), entropy, MASKED)
+                own = jnp.take_along_axis(mean_pages, jnp.broadcast_to(column, (*oldest.shape, 1)), axis=-1)[..., 0]
+                own = jnp.where(out, own, none)
+                slot = jnp.broadcast_to((number % b)[:, None], own.shape)
+                means = [jnp.einsum("rhb,rhbd->rhd", weights, decode(block, jnp.float32)) for block in blocks]
+                pools = [
+                    jax.tree.map(lambda x, new: x.at[own, slot].set(new, mode="drop"), pool, encode(mean, pool))
+                    for pool, mean in zip(pools, means, strict=True)
+                ]
+                its = out[..., None] & (jnp.arange(columns_of_means * b) == number[:, None, None])
+                scored = scored._replace(
+                    pages=scored.pages.at[layer].set(mean_pages),
+                    bias=scored.bias.at[layer].set(jnp.where(its, entropy[..., None], bias)),
+                )
+            shifted = jnp.roll(scores, -b, axis=-1).at[..., -b:].set(-jnp.inf)
+            scored = scored._replace(scores=scored.scores.at[layer].set(jnp.where(out[..., None], shifted, scores)))
+        window = table[..., columns:]
+        window = jnp.where(out[..., None], jnp.roll(window, -1, axis=-1), window)
+        return dataclasses.replace(
+            self,
+            k=pools[0],
+            v=pools[1],
+            free=free,
+            pages=self.pages.at[layer].set(jnp.concatenate([kept_pages, window], axis=-1)),
+            kept=self.kept.at[layer].set(kept),
+            scored=scored,
+        )
+
+    def are_full(self, positions: Int[Array, " R"], start: Int[Array, " R"]) -> Bool[Array, " R"]:
+        """Rows whose oldest block leaves before a token at this position."""
+        return positions - start >= self.window_pages * self.page_size
 
 
 @functools.partial(jax.jit, donate_argnums=(0,))
-def copy_pages(pool: Pool, source: Int[Array, " n"], target: Int[Array, " n"]) -> Pool:
-    """Copies pages; a target of -1 is left out."""
-    at = jnp.where(target < 0, pool.k.shape[0], target)
-    return jax.tree.map(lambda x: x.at[at].set(x[source], mode="drop"), pool)
+def copy_pages(pools: tuple[Stored, Stored], source: Int[Array, " n"], target: Int[Array, " n"]) -> Any:
+    """Copies pages; a target past the pool is left out."""
+    return jax.tree.map(lambda x: x.at[target].set(x[source], mode="drop"), pools)
 
 
 class Allocator:
@@ -282,51 +375,60 @@ class Allocator:
                 self._free.append(page)
 
 
-def row_pages(table: PageTable, row: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+def row_pages(rows: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
     """Full pages of a row's kept tokens and means, and the pages that may still be written to."""
-    pages, kept = np.asarray(table.pages[:, row]), np.asarray(table.kept[:, row])
-    columns = pages.shape[-1] - table.window_pages(page_size)
-    column = np.arange(columns)
-    full = pages[..., :columns][column < (kept // page_size)[..., None]]
-    partial = pages[..., :columns][(column == (kept // page_size)[..., None]) & (kept % page_size > 0)[..., None]]
-    means, count = np.asarray(table.means[:, row]), int(table.start[row]) // page_size
-    whole, started = means[..., : count // page_size].ravel(), means[..., count // page_size : -(-count // page_size)]
-    return np.concatenate([full, whole]), np.concatenate([partial, pages[..., columns:].ravel(), started.ravel()])
+    b, pages, kept = rows.page_size, np.asarray(rows.pages[:, row]), np.asarray(rows.kept[:, row])
+    column = np.arange(rows.columns)
+    full = pages[..., : rows.columns][column < (kept // b)[..., None]]
+    partial = pages[..., : rows.columns][(column == (kept // b)[..., None]) & (kept % b > 0)[..., None]]
+    window = pages[..., rows.columns :].ravel()
+    whole, started = np.zeros(0, np.int32), np.zeros(0, np.int32)
+    if rows.scored is not None:
+        means, count = np.asarray(rows.scored.pages[:, row]), int(rows.start[row]) // b
+        whole, started = means[..., : count // b].ravel(), means[..., count // b : -(-count // b)].ravel()
+    written = np.concatenate([partial, window[window < rows.num_pages], started])
+    return np.concatenate([full, whole]), written
 
 
-def fork(pool: Pool, table: PageTable, allocator: Allocator, row: int, into: Sequence[int]) -> tuple[Pool, PageTable]:
+def fork(rows: Rows, allocator: Allocator, row: int, into: Sequence[int]) -> Rows:
     """Makes rows `into` continue row `row`: they share its full pages and have copies of the others."""
-    full, written = row_pages(table, row, pool.page_size)
-    pages, means = np.asarray(table.pages[:, row]), np.asarray(table.means[:, row])
-    of_rows, of_means, source, target = [], [], [], []
+    full, written = row_pages(rows, row)
+    named: list[np.ndarray] = []  # the copies' names of all pages
     for _ in into:
-        copies = allocator.take(len(written))
+        renamed = np.arange(rows.num_pages + 1, dtype=np.int32)
+        renamed[written] = allocator.take(len(written))
         allocator.share(full.tolist())
-        renamed = np.arange(pool.k.shape[0])
-        renamed[written] = copies
-        of_rows.append(renamed[pages])
-        of_means.append(renamed[means])
-        source += written.tolist()
-        target += copies
-    pool = copy_pages(pool, jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32))
+        named.append(renamed)
+    copies = np.concatenate([renamed[written] for renamed in named])
+    k, v = copy_pages((rows.k, rows.v), jnp.asarray(np.tile(written, len(into))), jnp.asarray(copies))
     at = jnp.asarray(into)
-    return pool, table._replace(
-        pages=table.pages.at[:, at].set(jnp.asarray(np.stack(of_rows, axis=1), jnp.int32)),
-        means=table.means.at[:, at].set(jnp.asarray(np.stack(of_means, axis=1), jnp.int32)),
-        **{
-            name: getattr(table, name).at[:, at].set(getattr(table, name)[:, row, None])
-            for name in ("kept", "worth", "mean_bias")
-        },
-        **{name: getattr(table, name).at[at].set(getattr(table, name)[row]) for name in ("start", "length")},
+
+    def of_copies(pages: Int32[Array, "layers R H T"]) -> Int32[Array, "layers R H T"]:
+        own = np.asarray(pages[:, row])
+        return pages.at[:, at].set(jnp.asarray(np.stack([renamed[own] for renamed in named], axis=1)))
+
+    def same(x: Array) -> Array:
+        return x.at[:, at].set(x[:, row, None])
+
+    scored = rows.scored
+    if scored is not None:
+        scored = Scored(same(scored.scores), of_copies(scored.pages), same(scored.bias))
+    return dataclasses.replace(
+        rows,
+        k=k,
+        v=v,
+        pages=of_copies(rows.pages),
+        kept=same(rows.kept),
+        start=rows.start.at[at].set(rows.start[row]),
+        length=rows.length.at[at].set(rows.length[row]),
+        scored=scored,
     )
 
 
+def _as_pages(x: Float[Array, "B n H d"], b: int) -> Float[Array, "B H pages b d"]:
+    batch, _, heads, width = x.shape
+    return x.swapaxes(1, 2).reshape(batch, heads, -1, b, width)
+
+
 def _set(pages: Stored, numbers: Int[Array, " n"], new: Float[Array, "n b d"]) -> Stored:
-    at = jnp.where(numbers < 0, pages.shape[0], numbers)
-    return jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), pages, encode(new, pages))
-
-
-def _set_slots(
-    pages: Stored, numbers: Int[Array, "R H"], slot: Int[Array, "R 1"], new: Float[Array, "R H d"]
-) -> Stored:
-    return jax.tree.map(lambda x, y: x.at[numbers, slot].set(y), pages, encode(new, pages))
+    return jax.tree.map(lambda x, y: x.at[numbers].set(y, mode="drop"), pages, encode(new, pages))

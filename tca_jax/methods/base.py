@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,7 @@ class CachePolicy(abc.ABC):
             below).
         window: Least number of local tokens, w, a positive multiple of b; `UNBOUNDED` for all of them.
         num_queries: Prompt queries, counted from the last, that `select` looks at; None for all of them.
+        layers_differ: Whether it does something else in another layer; otherwise layers share a program.
         reader: Reads prompts that can have ranked blocks, in place of `engine.read.read_prompts` and with its
             arguments, for policies that select once the whole model has run; then `select` is not called. None for
             most policies.
@@ -142,6 +143,7 @@ class CachePolicy(abc.ABC):
     block_size: int
     window: int
     num_queries: int | None = 1
+    layers_differ: ClassVar[bool] = True
     reader: Callable[..., Any] | None = None
 
     @abc.abstractmethod
@@ -281,7 +283,13 @@ class Attended(NamedTuple):
 
 
 class PrefillPolicy(abc.ABC):
-    """How the queries of a prompt attend."""
+    """How the queries of a prompt attend.
+
+    Attributes:
+        layers_differ: As for `CachePolicy`.
+    """
+
+    layers_differ: ClassVar[bool] = True
 
     @abc.abstractmethod
     def attend(
@@ -367,6 +375,11 @@ class Method:
         model = num_layers, frequencies, wording
         other = dataclasses.replace(self, prefill=self.prefill.for_model(*model), cache=self.cache.for_model(*model))
         return self if other == self else other
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether it does something else in another layer."""
+        return self.prefill.layers_differ or self.cache.layers_differ
 
     @property
     def prefill_reads_cache(self) -> bool:

@@ -21,6 +21,7 @@ class FullCache(CachePolicy):
 
     block_size = _BLOCK
     window = UNBOUNDED
+    layers_differ = False
 
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         return 0
@@ -34,6 +35,8 @@ class FullCache(CachePolicy):
 @dataclasses.dataclass(frozen=True)
 class FullPrefill(PrefillPolicy):
     """Exact causal attention."""
+
+    layers_differ = False
 
     def attend(
         self,

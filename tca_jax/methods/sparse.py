@@ -30,6 +30,10 @@ class SparsePrefill(PrefillPolicy):
 
     selector: CachePolicy  # the cache policy that selects: the method's own, or another one
 
+    @property
+    def layers_differ(self) -> bool:  # type: ignore[override]
+        return self.selector.layers_differ
+
     def reads(self, cache: CachePolicy) -> bool:
         return self.selector == cache
 

@@ -6,6 +6,7 @@ Tokens keep their own positions, as in the A-shape; StreamingLLM's code counts p
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
@@ -20,6 +21,8 @@ from tca_jax.pallas_kernels.backends import Backend
 @dataclasses.dataclass(frozen=True)
 class StreamingCache(CachePolicy):
     """The first `sinks` tokens and the window."""
+
+    layers_differ: ClassVar[bool] = False
 
     sinks: int = 4
     window: int = 4096

@@ -1,29 +1,94 @@
-"""Attention of prompts by predicted worth: selected tokens, blocks by mass, means of the others (docs/worth.md)."""
+"""Predicted worth: selected tokens, blocks by mass, means of the others (docs/worth.md)."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from tca_jax.methods.base import Attended, Method, num_ranked_blocks
+from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Regions, Selected
 from tca_jax.methods.regions import Selection as RankedTokens
+from tca_jax.methods.scored import BlockMeans, ScoredCache, ScoredPrefill
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
-from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks, prefill_attention
 
 FIRST = 4  # first tokens, which every query sees
+BLOCK = 128
+WINDOW = 256
+_STRIDE = 16  # every which query of a tile estimates the mass of blocks
 
 
 class ReadSettings(NamedTuple):
     """How prompts are read; all data, so that one program serves every profile."""
 
-    theta: Float32[Array, ""]  # tokens of at least this predicted worth are selected; inf: none
-    mass: Float32[Array, ""]  # blocks of at least this mass in a sampled query are read; inf: none
-    means: Bool[Array, ""]  # whether the other blocks' means are read
+    theta: Float32[Array, "*layers"]  # tokens of at least this predicted worth are selected; inf: none
+    mass: Float32[Array, "*layers"]  # blocks of at least this mass in a sampled query are read; inf: none
+    means: Bool[Array, "*layers"]  # whether the other blocks' means are read
+
+
+class WorthSettings(NamedTuple):
+    """What a profile says of layers."""
+
+    maps: Float32[Array, "*layers Hkv D1"]  # of hidden states to predicted log worth; the last entry is the constant
+    theta: Float32[Array, "*layers"]  # tokens of at least this predicted worth stay
+    read: ReadSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class WorthCache(ScoredCache):
+    """Tokens of at least a predicted worth stay; the others of a block leave their mean."""
+
+    capacity: float = 1.0  # share of the tokens of all heads that a row has pages for
+    block_size: int = BLOCK
+    window: int = WINDOW
+    means: bool = True
+
+    def capacities(self, layer: int, prompt_tokens: int) -> int:
+        return self.num_ranked_blocks(prompt_tokens) * self.block_size
+
+    def shared_capacities(self, prompt_tokens: int, num_layers: int, num_kv_heads: int) -> tuple[int, ...]:
+        return (math.ceil(self.capacity * self.capacities(0, prompt_tokens)) * num_layers * num_kv_heads,)
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
+
+    def score(
+        self, settings: WorthSettings, x: Float[Array, "B L D"], positions: Int[Array, "B L"]
+    ) -> Float32[Array, "B H L"]:
+        worth = x.astype(jnp.float32) @ settings.maps[:, :-1].T + settings.maps[:, -1]
+        return jnp.where(positions[..., None] < FIRST, jnp.inf, worth).swapaxes(1, 2)
+
+    def stays(self, settings: WorthSettings, scores: Float32[Array, "*t H n"]) -> Bool[Array, "*t H n"]:
+        return scores >= settings.theta
+
+    def block_means(self, k: Array, v: Array, scores: Array, members: Array) -> BlockMeans:
+        return BlockMeans(*block_means(k, v, scores, members, self.block_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class WorthPrefill(ScoredPrefill):
+    """Prompts attend to selected tokens, blocks by mass and means of the others."""
+
+    def attend_scored(
+        self, settings: WorthSettings, q: Array, k: Array, v: Array, scores: Array, lengths: Array, backend: Backend
+    ) -> Attended:
+        if not num_ranked_blocks(k.shape[1], BLOCK, WINDOW):
+            return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
+        sizes = {"block_size": BLOCK, "window": WINDOW, "stride": _STRIDE, "capacity": k.shape[1] * k.shape[2]}
+        return Attended(*attend_by_worth(q, k, v, scores, lengths, settings.read, **sizes, backend=backend))
+
+
+def by_worth(capacity: float = 1.0) -> Method:
+    """The method of `WorthSettings`; `capacity` is the share of all heads' tokens that a row has pages for."""
+    return Method("worth", WorthPrefill(), WorthCache(capacity))
 
 
 def attend_by_worth(
@@ -67,24 +132,6 @@ def attend_by_worth(
     sizes = {"block_size": block_size, "window": window, "backend": backend}
     out = prefill_attention(q, k, v, kept.pool, kept.budgets, lengths, far=far, **sizes)
     return out, _pairs(far, kept.budgets, lengths, block_size, window)
-
-
-def select_by_worth(
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
-    worth: Float32[Array, "B Hkv L"],
-    lengths: Int[Array, " B"],
-    theta: Float32[Array, ""],
-    *,
-    block_size: int,
-    window: int,
-    backend: Backend = "auto",
-) -> Pool:
-    """Tokens left of the next query's window that stay, compact, each head's region whole blocks."""
-    place, (_, length, kv_heads, _) = jnp.arange(k.shape[1]), k.shape
-    edge = (lengths[:, None] // block_size * block_size - window)[:, None]
-    stays = ((worth >= theta) | (place < FIRST)) & (place < edge)
-    return _compact(stays, k, v, block_size, length * kv_heads, backend).pool
 
 
 def _compact(
