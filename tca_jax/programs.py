@@ -32,7 +32,7 @@ class Program:
     """
 
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> None:
-        self._function, self._donate = function, donate
+        self.function, self._donate = function, donate
 
     def prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         """Compiles for these arguments, or for their shapes (`results_of`), unless that was done before.
@@ -41,7 +41,7 @@ class Program:
             The executable, to be called with the same positional arguments, and the seconds that compiling took
             (0.0 when nothing was compiled).
         """
-        place = getattr(self._function, "place", None)
+        place = getattr(self.function, "place", None)
         if place is not None and args[0].mesh is not None:
             with jax.set_mesh(args[0].mesh):  # the caller's may be another one, or have axes of another type
                 executable, seconds = self._prepare(args[0], *place(args[0], args[1:]), **static)
@@ -61,7 +61,7 @@ class Program:
                 _kept[key] = executable
                 return executable, 0.0
         start = time.perf_counter()
-        function = functools.partial(self._function)  # JAX keeps what it compiled as long as the function lives
+        function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate)
         executable = jitted.lower(*args, **static).compile()
         seconds = time.perf_counter() - start

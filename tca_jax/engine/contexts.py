@@ -8,39 +8,27 @@ import os
 import time
 import typing
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array, Float32, Int
 
-from tca_jax.engine.cache import CacheLayout, PagedCache, joined, kept_behind, require_memory, shared_and_own
-from tca_jax.engine.extend import align, extend, num_columns
+from tca_jax.engine.cache import require_memory
+from tca_jax.engine.extend import align, feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import (
-    CACHES,
-    ROWS,
-    HeadShards,
-    OverMesh,
-    by_row,
-    mesh_name,
-    on_host,
-    place,
-    rows_of_device,
-)
+from tca_jax.engine.mesh import CACHES, HeadShards, mesh_name, on_host, place, rows_of_device
+from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
-from tca_jax.engine.read import read_prompts, require_finite
+from tca_jax.engine.read import Calls, compacted, fork, num_pages, page_bytes, pages_of_forks, read, require_finite
 from tca_jax.engine.saved_contexts import OF_ROWS, ContextIdentity, load_context, save_context
 from tca_jax.errors import UserError, require, require_type
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import describe_method, unknown_types
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
-from tca_jax.pallas_kernels.kv import CODES
-from tca_jax.programs import Program
-
-_Lengths = TypeVar("_Lengths", np.ndarray, jax.Array)
+from tca_jax.pallas_kernels.kv import CODES, num_bytes
 
 
 def identity_of(lm: LM) -> ContextIdentity:
@@ -54,7 +42,7 @@ class ContextStats:
 
     Attributes:
         tokens: Tokens of each row.
-        kv_cache_bytes: Bytes of its caches, as allocated, on all devices.
+        kv_cache_bytes: Bytes of the pages that it uses, on all devices.
         full_kv_cache_bytes: Bytes of a context of as many tokens under full attention.
         kept_share: Share of the tokens that the caches hold, mean over rows, layers and KV heads.
         attended_share: Share of the prompt's causal pairs (query, key) that its queries attended to, mean over rows,
@@ -83,15 +71,14 @@ class ContextStats:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "cache",
+        "rows",
         "tokens",
         "lengths",
-        "prompt_lengths",
         "attended_share",
         "compile_seconds",
         "prefill_seconds",
     ],
-    meta_fields=["layout", "shards", "identity"],
+    meta_fields=["window", "shards", "identity"],
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class Context:
@@ -100,26 +87,24 @@ class Context:
     It is never consumed: any number of calls may continue from it, and they share what it holds. `prefill` makes it.
 
     Attributes:
-        cache: What the model holds of it.
+        rows: What the model holds of it.
         tokens: Ids of the tokens so far, right-padded, int32 `[B, L]`.
         lengths: How many these are, `[B]`.
-        prompt_lengths: Those of them that the first `prefill` read, `[B]`.
         attended_share: Of each row, float32 `[B]`; see `ContextStats`.
         compile_seconds: See `ContextStats`.
         prefill_seconds: See `ContextStats`.
-        layout: Static shape of `cache`, on each device.
+        window: Tokens of the method's window, w.
         shards: How KV heads lie on a mesh; None on one device.
         identity: Whose it is.
     """
 
-    cache: PagedCache
+    rows: Rows
     tokens: Int[Array, "B L"]
     lengths: Int[Array, " B"]
-    prompt_lengths: Int[Array, " B"]
     attended_share: Float32[Array, " B"]
     compile_seconds: float
     prefill_seconds: float
-    layout: CacheLayout
+    window: int
     shards: HeadShards | None
     identity: ContextIdentity
 
@@ -139,33 +124,34 @@ class Context:
     @property
     def num_devices(self) -> int:
         """Devices that hold it."""
-        return self.batch // self.layout.batch * (1 if self.shards is None else self.shards.devices)
+        return 1 if self.shards is None else int(np.prod(self.rows.start.shape[:2]))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its keys and values on all devices together."""
-        return self.cache.num_bytes
+        return self.rows.num_bytes
 
     @property
     def stats(self) -> ContextStats:
         """What it cost, and costs."""
-        head_dim, dtype = self.cache.head_dim, self.cache.dtype
-        devices = self.num_devices
+        rows, c, lengths = self.rows, self.identity.config, np.asarray(self.lengths)
+        full = num_bytes(BASELINE.cache.block_size, rows.k.shape[-1], rows.k.dtype)
+        pages = int((-(-lengths // BASELINE.cache.block_size)).sum()) * c.num_layers * c.num_kv_heads
         return ContextStats(
-            tokens=np.asarray(self.lengths).tolist(),
-            kv_cache_bytes=self.num_bytes,
-            full_kv_cache_bytes=full_layout(self).num_bytes(head_dim, dtype) * devices,
-            kept_share=kept_share(self.layout.window, [self.cache], self.lengths, self.prompt_lengths),
+            tokens=lengths.tolist(),
+            kv_cache_bytes=rows.used_bytes,
+            full_kv_cache_bytes=2 * full * pages,
+            kept_share=kept_share(rows, lengths),
             attended_share=float(np.mean(np.asarray(self.attended_share))),
             compile_seconds=self.compile_seconds,
             prefill_seconds=self.prefill_seconds,
-            devices=devices,
+            devices=self.num_devices,
         )
 
     def require_made_by(self, lm: LM) -> None:
         """Raises ValueError, which names both sides, unless a model can continue the context as it is."""
         own, made = identity_of(lm), self.identity
-        wanted, held = lm.cache_dtype, self.cache.dtype
+        wanted, held = lm.cache_dtype, self.rows.k.dtype
         require(
             (made.config, made.fingerprint) == (own.config, own.fingerprint),
             f"context was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
@@ -185,7 +171,7 @@ class Context:
         dtypes = f"context holds {held} and the cache of {own.model!r} {wanted}"
         require(held == wanted, f"{dtypes}: load the model {how}")
         require(
-            self.shards == lm.head_shards and self.batch == self.layout.batch * axis_size(lm.mesh, DATA),
+            self.shards == lm.head_shards and self._devices[0] == axis_size(lm.mesh, DATA),
             f"context was made on {self._mesh_name}, and {lm.name!r} is on {mesh_name(lm.mesh)} devices on "
             f"{DATA!r} x 'model', or has its KV heads in another order there: read the document with this model",
         )
@@ -202,16 +188,20 @@ class Context:
             ValueError: it belongs to another model or method, or devices share its rows and KV heads in another way.
         """
         self.require_made_by(lm)
-        if not isinstance(self.cache.start, np.ndarray):
+        if not isinstance(self.rows.start, np.ndarray):
             return self
         put = jnp.asarray if lm.mesh is None else functools.partial(place, CACHES, mesh=lm.mesh)
         rows: dict[str, Any] = {name: jnp.asarray(getattr(self, name)) for name in OF_ROWS}
-        return dataclasses.replace(self, cache=jax.tree.map(put, self.cache), **rows)
+        return dataclasses.replace(self, rows=jax.tree.map(put, self.rows), **rows)
+
+    @property
+    def _devices(self) -> tuple[int, ...]:
+        """Devices on "data" and on "model"."""
+        return (1, 1) if self.shards is None else self.rows.start.shape[:2]
 
     @property
     def _mesh_name(self) -> str:
-        """Devices on "data" x devices on "model"."""
-        return f"{self.batch // self.layout.batch}x{1 if self.shards is None else self.shards.devices}"
+        return "x".join(map(str, self._devices))
 
     def to_host(self) -> Context:
         """The context with its arrays in the host's memory. `on` brings them back, as every call does for itself."""
@@ -266,144 +256,47 @@ def prefill(
     kernels = resolve_backend(backend)
     if context is not None:
         return _append(lm, prompts, context, kernels)
-    args, layout = _reading(lm, prompts)
-    program, compiling = _read.prepare(*args, layout=layout, backend=kernels)
-    start = time.perf_counter()
-    cache, finite, shares = jax.block_until_ready(program(*args))
-    seconds = time.perf_counter() - start
-    tokens, lengths = args[1:]
-    finite, shares = on_host((finite, shares))
-    require_finite(lm, np.asarray(tokens), np.asarray(lengths), finite, "prompts")
-    made = compiling, seconds, layout, lm.head_shards, identity_of(lm)
-    return Context(cache, tokens, lengths, lengths, jnp.asarray(shares), *made)
-
-
-def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[tuple[LM, Array, Array], CacheLayout]:
-    """Arguments of the program that reads prompts, checked, and the cache that it fills."""
     ids = encode_prompts(lm, prompts)
     for i, row in enumerate(ids):
         require_positions(f"prompts[{i}]", len(row), 0, lm)
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
     layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
-    require_memory(layout.num_bytes(lm.config.head_dim, lm.cache_dtype), f"contexts of {len(ids)} prompts")
-    return (lm.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths)), layout
-
-
-def _read_program(
-    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, layout: CacheLayout, backend: Backend
-) -> tuple[PagedCache, Bool[Array, " B"], Float32[Array, " B"]]:
-    logits, cache, shares, _ = read_prompts(lm, tokens, lengths, layout, backend=backend)
-    assert cache is not None
-    return cache, jnp.isfinite(logits).all(axis=-1), shares
-
-
-_read = Program(OverMesh(_read_program, (ROWS, ROWS), (CACHES, ROWS, ROWS)))
+    require_memory(page_bytes(lm) * num_pages(lm, layout), f"contexts of {len(ids)} prompts")
+    begun, of_rows = time.perf_counter(), jnp.asarray(lengths)
+    logits, rows, shares, calls = read(lm, jnp.asarray(tokens), of_rows, of_rows, layout, backend=kernels)
+    rows = jax.block_until_ready(compacted(lm, rows, calls))
+    seconds = time.perf_counter() - begun - calls.compile_seconds
+    finite, shares = on_host((jnp.isfinite(logits).all(axis=-1), shares))
+    require_finite(lm, tokens, lengths, finite, "prompts")
+    made = calls.compile_seconds, seconds, lm.method.cache.window, lm.head_shards, identity_of(lm)
+    return Context(rows, jnp.asarray(tokens), of_rows, jnp.asarray(shares), *made)
 
 
 def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
-    """The context with more tokens, all in one cache again."""
+    """The context with more tokens."""
     appended = AppendedPrompts.create(lm, prompts, context)
     appended.require_positions(lm, 0)
-    context = appended.context
-    rows, columns = appended.tokens.shape
-    held = rows_of_device(lm, rows, "prompts")
+    context, begun, calls = appended.context, time.perf_counter(), Calls()
     whole_rows = [context.token_ids(i % context.batch) + more for i, more in enumerate(appended.ids)]
     tokens, lengths = pad_tokens(whole_rows, lm.pad_token_id)
-    following = lm.following_layout(held, context.tokens.shape[1], columns)
-    layout = _layout_after(lm, context, held, tokens.shape[1], columns)
-    require_memory(layout.num_bytes(lm.config.head_dim, lm.cache_dtype), f"contexts of {rows} prompts")
-    before = context.lengths, context.prompt_lengths, context.attended_share
-    starts, prompt_lengths, shares = (jnp.broadcast_to(jnp.asarray(x), rows) for x in before)
-    args = (lm.for_programs(), context.cache, appended.tokens, starts, appended.lengths, prompt_lengths)
-    program, compiling = _append_to.prepare(*args, layouts=(following, layout), backend=backend)
-    begin = time.perf_counter()
-    cache, finite = jax.block_until_ready(program(*args))
-    seconds = time.perf_counter() - begin
-    require_finite(lm, tokens, lengths, on_host(finite), "prompts")
-    made = compiling, seconds, layout, context.shards, context.identity
-    return Context(cache, jnp.asarray(tokens), jnp.asarray(lengths), prompt_lengths, shares, *made)
+    rows, starts = appended.rows(lm, 0, calls)
+    fed = feed(lm, rows, appended.tokens, starts, appended.lengths, calls, backend=backend)
+    rows = jax.block_until_ready(compacted(lm, fed.rows, calls))
+    seconds = time.perf_counter() - begun - calls.compile_seconds
+    require_finite(lm, tokens, lengths, on_host(jnp.isfinite(fed.logits).all(axis=-1)), "prompts")
+    shares = jnp.broadcast_to(jnp.asarray(context.attended_share), len(lengths))
+    made = calls.compile_seconds, seconds, context.window, context.shards, context.identity
+    return Context(rows, jnp.asarray(tokens), jnp.asarray(lengths), shares, *made)
 
 
-# Where pages for kept tokens run out, there is room made for more than is fed: for so many blocks, or this part of the
-# context.
-_HEADROOM_BLOCKS = 8
-_HEADROOM_SHARE = 8
-
-
-def _layout_after(lm: LM, context: Context, rows: int, prompt_tokens: int, fed_tokens: int) -> CacheLayout:
-    """The cache of a context once `fed_tokens` were appended, in `rows` rows of a device.
-
-    There are as many pages as now where everything is sure to fit, so that a conversation's turns mostly run one
-    program; otherwise there are as many more as some more turns may fill. How many more does not depend on what is
-    held, so documents of one bucket run few programs.
-    """
-    policy, now = lm.method.cache, context.layout
-    fresh = lm.cache_layout(rows, prompt_tokens)
-    headroom = fed_tokens + max(_HEADROOM_BLOCKS * now.block_size, now.prompt_tokens // _HEADROOM_SHARE)
-
-    def more(layer: int, fed: int) -> np.ndarray:
-        tokens = kept_behind(policy, layer, now.prompt_tokens, fed, lm.config.num_kv_heads)
-        return tokens[None] if context.shards is None else context.shards.by_device(layer, tokens)
-
-    needed, fits = list[np.ndarray](), list[bool]()
-    for layer, (kept, of_layer) in enumerate(zip(on_host(context.cache.kept), now.kept_pages, strict=True)):
-        held = by_row(kept).reshape(-1, *np.shape(of_layer))  # [rows, devices, H_kv]
-        needed.append(-(-(held + more(layer, fed_tokens)) // now.block_size))
-        fits.append(bool(np.all(needed[-1] <= np.asarray(of_layer))))
-    n = now.pool_layers
-    if now.shared_pages:  # which layers have room depends on how their heads divide it: one answer for all of them
-        pools = range(len(now.shared_pages))
-        pages = [np.sum(needed[i * n : (i + 1) * n], axis=(0, -1)) for i in pools]
-        fits = [all(fits) and all(bool(np.all(pages[i] <= now.shared_by_row(i))) for i in pools)] * len(fits)
-    added = [0 if fit else -(-more(layer, headroom) // now.block_size) for layer, fit in enumerate(fits)]
-    return dataclasses.replace(
-        fresh,
-        kept_pages=tuple(
-            tuple(map(tuple, (np.asarray(of_layer) + extra).tolist()))
-            for of_layer, extra in zip(now.kept_pages, added, strict=True)
-        ),
-        shared_pages=tuple(
-            (together, of_head + int(np.max(np.stack(added[i * n : (i + 1) * n]))))
-            for i, (together, of_head) in enumerate(now.shared_pages)
-        ),
-    )
-
-
-def _append_program(
-    lm: LM,
-    cache: PagedCache,
-    tokens: Int[Array, "B S"],
-    starts: Int[Array, " B"],
-    lengths: Int[Array, " B"],
-    prompt_lengths: Int[Array, " B"],
-    *,
-    layouts: tuple[CacheLayout, CacheLayout],
-    backend: Backend,
-) -> tuple[PagedCache, Bool[Array, " B"]]:
-    following, layout = layouts
-    shared, own = shared_and_own(cache, following, starts)
-    own, logits, _ = extend(lm, shared, own, tokens, starts, lengths, prompt_lengths, backend=backend)
-    first = first_local(starts + lengths, prompt_lengths, layout.block_size, layout.window)
-    return joined(shared, own, layout, first), jnp.isfinite(logits).all(axis=-1)
-
-
-_append_to = Program(OverMesh(_append_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (CACHES, ROWS)))
-
-
-def first_local(fed: _Lengths, prompt_lengths: _Lengths, block_size: int, window: int) -> _Lengths:
-    """First position of each row's window after `fed` tokens; after a bare prompt that of the next token."""
-    last = fed - 1 * (fed > prompt_lengths)
-    edge = last // block_size * block_size - window
-    return edge * (edge > 0)
-
-
-def kept_share(window: int, caches: Sequence[PagedCache], fed: Any, prompt_lengths: Any) -> float:
-    """Tokens in caches over tokens fed, mean over rows, layers and KV heads."""
-    kept, fed, prompt_lengths = on_host(([cache.kept for cache in caches], fed, prompt_lengths))
-    local = fed - first_local(fed, prompt_lengths, caches[0].block_size, window)
-    of_caches = [np.stack([by_row(of_layer) for of_layer in lengths]).mean(axis=(0, 2)) for lengths in kept]
-    total = sum(np.repeat(of_rows, len(fed) // len(of_rows)) for of_rows in of_caches)
-    return float(np.mean((total + local) / fed))
+def kept_share(rows: Rows, fed: np.ndarray) -> float:
+    """Tokens in pages over tokens fed, mean over rows, layers and KV heads."""
+    kept, start = on_host((rows.kept, rows.start))
+    if kept.ndim > 3:  # of the devices of a mesh, which agree on the start
+        kept = np.moveaxis(kept, (0, 3), (1, 2)).reshape(kept.shape[2], -1, *kept.shape[1:2], kept.shape[4])
+        start = start[:, 0].reshape(-1)
+    of_rows = kept.reshape(len(kept), len(start), -1).mean(axis=(0, 2))
+    return float(np.mean((of_rows + fed - start) / fed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -433,17 +326,19 @@ class AppendedPrompts:
         require_type("context", context, Context, "a Context, from tca_jax.prefill")
         context = context.on(lm)
         ids = encode_appended(lm, prompts, context.batch, context.token_ids)
-        held, b = np.asarray(context.lengths), context.layout.block_size
+        held, b = np.asarray(context.lengths), context.rows.page_size
         starts = np.broadcast_to(held, len(ids))
         lengths = np.array([len(of_prompt) for of_prompt in ids], np.int32)
         columns = num_columns(int(np.max(starts % b + lengths)), b)
         tokens = align(pad_tokens(ids)[0], starts, block_size=b, columns=columns)
         return cls(ids, jnp.asarray(tokens), jnp.asarray(lengths), starts.tolist(), context)
 
-
-def full_layout(context: Context) -> CacheLayout:
-    """Cache layout of the same tokens under full attention."""
-    layout = context.layout
-    heads = layout.num_kv_heads * (1 if context.shards is None else context.shards.devices)
-    sizes = layout.num_layers, heads, layout.batch, context.tokens.shape[1], 0, context.shards
-    return CacheLayout.plan(BASELINE.cache, *sizes)
+    def rows(self, lm: LM, more_tokens: int, calls: Calls) -> tuple[Rows, Int[Array, " N"]]:
+        """Rows that continue the context, with room for the prompts and more tokens, and where they start."""
+        starts = jnp.asarray(self.starts, jnp.int32)
+        held, fed = self.context.tokens.shape[1], self.tokens.shape[1] + more_tokens
+        pages = pages_of_forks(lm, rows_of_device(lm, len(starts), "prompts"), held, fed)
+        require_memory(self.context.num_bytes // self.context.num_devices + page_bytes(lm) * pages, "rows of a context")
+        times = len(starts) // self.context.batch
+        most = starts + self.lengths + more_tokens
+        return fork(lm, self.context.rows, times, most, held, fed, calls, private=False), starts

@@ -5,23 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
-from tca_jax.engine.cache import PagedCache, before, shared_and_own, with_rows_repeated
-from tca_jax.engine.extend import evict_block, extend, rows_with_leaving_block
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, heads_of
-from tca_jax.engine.read import read_prompts
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, any_row, heads_of
+from tca_jax.engine.pages import Rows
 from tca_jax.engine.sampling import Sampling, sample
-from tca_jax.methods.base import CachePolicy, Heads
+from tca_jax.methods.base import UNBOUNDED, CachePolicy, Heads
+from tca_jax.methods.scored import ScoredCache
 from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.numerics import scaled_scores
 from tca_jax.pallas_kernels.paged_attention import paged_attention
-
-_T = TypeVar("_T")
+from tca_jax.pallas_kernels.select_tokens import selection_mask
+from tca_jax.programs import Program
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
@@ -33,7 +33,6 @@ _T = TypeVar("_T")
         "last",
         "done",
         "lengths",
-        "prompt_lengths",
         "keys",
         "seen",
         "stop_tokens",
@@ -58,7 +57,6 @@ class DecodingState:
     last: Int[Array, " B"]
     done: Bool[Array, " B"]  # rows whose answer has ended, `[B]`
     lengths: Int[Array, " B"]  # tokens before the answer, `[B]`
-    prompt_lengths: Int[Array, " B"]  # those of them that the first prefill dealt with, `[B]`
     keys: Key[Array, " B"]  # one PRNG key a row, `[B]`; step t draws with `fold_in(key, t)`
     seen: Bool[Array, "B V"] | None  # tokens in prompt or answer, `[B, V]`; None without a repetition penalty
     # Tokens that end a row, `[S]`, or `[B, S]` where rows differ, filled up with the vocabulary's size, which is no
@@ -72,7 +70,7 @@ class DecodingState:
     # The likeliest tokens at each place and their log-probabilities, `[B, N, n]`; None where nobody asked.
     top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None
     finite: Bool[Array, " B"]  # rows whose prompt led to finite logits, `[B]`
-    cache: PagedCache  # the answers' own cache: with `shared`, of what follows it
+    cache: Rows  # what the answers continue from
     # See `generation.Stats`, float32 `[B]`; None behind a context, which knows it.
     attended_share: Float32[Array, " B"] | None = None
 
@@ -85,22 +83,14 @@ STATE = DecodingState(**{**_BY_ROW, **_SHARED, "cache": CACHES})
 
 def decode(
     lm: LM,
-    state: DecodingState,  # where the answers are
-    shared: PagedCache | None,  # what they continue from
+    state: DecodingState,
     limit: Int[Array, "*B"],  # tokens of an answer
-    sampling: Sampling,  # how tokens are drawn
+    sampling: Sampling,
     *,
-    allowed: UInt8[Array, "B W"] | None = None,  # see `draw`; the same in all steps
     backend: Backend = "auto",
 ) -> DecodingState:
     """Draws tokens until every row has `limit` of them or has ended. A row that has stays as it is."""
-    steps = _Steps.of(lm, state, shared, limit, sampling, allowed, backend)
-
-    def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
-        def more(state: DecodingState) -> Bool[Array, ""]:
-            return unfinished(state) & ~leaves(state) if until_leaving else unfinished(state)
-
-        return jax.lax.while_loop(more, functools.partial(steps.take, of_own=steps.summaries(state.cache)), state)
+    steps = Steps(lm, limit, sampling, None, backend)
 
     def unfinished(state: DecodingState) -> Bool[Array, ""]:
         return any_row(steps.running(state), lm.mesh)
@@ -108,72 +98,32 @@ def decode(
     def leaves(state: DecodingState) -> Bool[Array, ""]:
         return any_row(steps.leaving(state), lm.mesh)
 
-    if not any(state.cache.kept_columns):
+    def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
+        def more(state: DecodingState) -> Bool[Array, ""]:
+            return unfinished(state) & ~leaves(state) if until_leaving else unfinished(state)
+
+        take = functools.partial(steps.take, summaries=steps.summaries(state.cache))
+        return jax.lax.while_loop(more, take, state)
+
+    if lm.method.cache.window >= UNBOUNDED:
         return plain_steps(state, until_leaving=False)
 
-    # A block leaves once in block_size steps. Loops of their own for the steps with and without spare the others a
-    # branch in every layer.
     def run(state: DecodingState) -> DecodingState:
         state = plain_steps(state, until_leaving=True)
-        return jax.lax.while_loop(
-            lambda s: unfinished(s) & leaves(s), functools.partial(steps.take, of_own=None), state
-        )
+        return jax.lax.while_loop(lambda s: unfinished(s) & leaves(s), steps.take_evicting, state)
 
     return jax.lax.while_loop(unfinished, run, state)
 
 
-def decode_step(
-    lm: LM,
-    state: DecodingState,
-    shared: PagedCache | None,
-    limit: Int[Array, "*B"],
-    sampling: Sampling,
-    *,
-    evicts: bool,
-    allowed: UInt8[Array, "B W"] | None = None,
-    backend: Backend = "auto",
-) -> DecodingState:
-    """One step of `decode`, for whoever calls it in a loop of their own: the device then never waits for the host.
-
-    Args:
-        evicts: Whether a block may leave the window of some row, see `rows_with_leaving_block`; static.
-
-    The others are those of `decode`.
-    """
-    steps = _Steps.of(lm, state, shared, limit, sampling, allowed, backend)
-    return steps.take(state, None if evicts else steps.summaries(state.cache))
-
-
 @dataclasses.dataclass(frozen=True)
-class _Steps:
-    """State shared by all steps of an answer: arguments of `decode`, and the policy's summaries of `shared`."""
+class Steps:
+    """What all steps of answers share; the arguments of `decode`."""
 
     lm: LM
-    shared: PagedCache | None
     limit: Int[Array, "*B"]
     sampling: Sampling
-    allowed: UInt8[Array, "B W"] | None
+    allowed: Array | None
     backend: Backend
-    of_shared: list[Any]
-
-    @classmethod
-    def of(
-        cls,
-        lm: LM,
-        state: DecodingState,
-        shared: PagedCache | None,
-        limit: Int[Array, "*B"],
-        sampling: Sampling,
-        allowed: UInt8[Array, "B W"] | None,
-        backend: Backend,
-    ) -> _Steps:
-        """Of the arguments of `decode`."""
-        shared = None if shared is None else before(shared, state.cache)
-        return cls(lm, shared, limit, sampling, allowed, backend, _summaries(lm, shared))
-
-    def summaries(self, cache: PagedCache) -> list[Any]:
-        """The policy's summaries of the rows' own cache, valid until a block leaves a window."""
-        return _summaries(self.lm, cache)
 
     def running(self, state: DecodingState) -> Bool[Array, " B"]:
         """Rows that take a step."""
@@ -181,69 +131,112 @@ class _Steps:
 
     def leaving(self, state: DecodingState) -> Bool[Array, " B"]:
         """Rows in which a block leaves the window at the next step."""
-        positions = state.lengths + state.step - 1
-        leaving = rows_with_leaving_block(self.lm.method.cache, positions, state.prompt_lengths)
-        return self.running(state) & leaving
+        return self.running(state) & state.cache.are_full(state.lengths + state.step - 1, state.cache.start)
 
-    def take(self, state: DecodingState, of_own: list[Any] | None) -> DecodingState:
-        """A step, without a look for blocks that leave where `of_own` is given."""
-        lm, policy, shared = self.lm, self.lm.method.cache, self.shared
-        positions, cache, fed = state.lengths + state.step - 1, state.cache, self.running(state)
-        rows = self.leaving(state) if of_own is None else None
+    def summaries(self, rows: Rows) -> list[Any]:
+        """What the policy knows of each layer's pages, until a block leaves a window."""
+        policy, layers = self.lm.method.cache, range(self.lm.config.num_layers)
+        return [policy.summarize(layer, rows.of_layer(layer)[0]) for layer in layers]
 
-        def attention(layer: int, q: Array, k: Array, v: Array, nothing: None) -> tuple[Array, None]:
-            nonlocal cache
-            heads = heads_of(lm.head_shards, layer, k.shape[2])
-            known = self.of_shared[layer], None if of_own is None else of_own[layer]
-            sizes = positions, rows, self.backend
-            out, cache = decode_layer(policy, layer, heads, q, k, v, shared, cache, *sizes, fed=fed, summaries=known)
-            return out, None
+    def take_evicting(self, state: DecodingState) -> DecodingState:
+        """A step in which a block may leave the window of some row."""
+        leaving, policy = self.leaving(state), self.lm.method.cache
+        if not isinstance(policy, ScoredCache):
+            return self.take(state, None, leaving)
+        rows = evict_scored(self.lm, state.cache, leaving)  # needs no query: all layers at once
+        return self.take(dataclasses.replace(state, cache=rows), self.summaries(rows))
 
-        decoder, states = lm.decoder, (None,) * lm.config.num_layers
-        hidden, _ = decoder(state.last[:, None], positions[:, None], attention, states)
-        logits, after = decoder.logits(hidden[:, 0]), dataclasses.replace(state, cache=cache)
-        return draw(lm, after, logits, self.sampling, fed, self.allowed)
+    def take(
+        self, state: DecodingState, summaries: list[Any] | None, leaving: Bool[Array, " B"] | None = None
+    ) -> DecodingState:
+        """A step; without summaries blocks of rows that are `leaving` leave first, in each layer by its query."""
+        lm, rows, fed = self.lm, state.cache, self.running(state)
+        positions, decoder, policy = state.lengths + state.step - 1, lm.decoder, lm.method.cache
+        before = rows.start
+        start = before if leaving is None else before + jnp.where(leaving, rows.page_size, 0)
+        new = None if fed.size == 1 else fed[:, None]  # a single row is written without looking
+        x, (cos, sin) = decoder.embed(state.last[:, None]), decoder.angles(positions[:, None])
+        for layer, module in enumerate(decoder.layers):
+            heads, scores = heads_of(lm.head_shards, layer, rows.kept.shape[2]), None
+            if isinstance(policy, ScoredCache):
+                settings = policy.of_heads(lm.settings_of(layer), heads)
+                scores = policy.score(settings, module.attention_norm(x), positions[:, None]).swapaxes(1, 2)
+
+            def attention(
+                q: Array, k: Array, v: Array, rows: Rows, layer: int = layer, heads: Heads = heads, scores: Any = scores
+            ) -> tuple[Array, Rows]:
+                if leaving is not None:
+                    rows = evict_block(
+                        policy, layer, heads, q[:, 0], k[:, 0], rows, before, positions, leaving, self.backend
+                    )
+                rows = rows.with_tokens(layer, k, v, positions[:, None], new, start, scores)
+                pages = rows.of_layer(layer, start)
+                known = policy.summarize(layer, pages[0]) if summaries is None else summaries[layer]
+                pages = policy.attended(layer, q[:, 0], pages, (known,))
+                out, _ = paged_attention(q, pages, positions, positions, window=policy.window, backend=self.backend)
+                return out, rows
+
+            with jax.named_scope(f"layer_{layer}"):
+                x, rows, _ = module(x, cos, sin, attention, rows)
+        logits = decoder.logits(decoder.final_norm(x)[:, 0])
+        rows = dataclasses.replace(rows, start=start, length=jnp.where(fed, positions + 1, rows.length))
+        return draw(lm, dataclasses.replace(state, cache=rows), logits, self.sampling, fed, self.allowed)
 
 
-def _summaries(lm: LM, cache: PagedCache | None) -> list[Any]:
-    policy = lm.method.cache
-    return [None if cache is None else policy.summarize(i, cache.pages(i)) for i in range(lm.config.num_layers)]
+def evict_scored(lm: LM, rows: Rows, leaving: Bool[Array, " R"]) -> Rows:
+    """Blocks leave the windows of rows in all layers, by their tokens' scores."""
+    policy: Any = lm.method.cache
+    b = rows.page_size
+
+    def of_layer(layer: Array, rows: Rows) -> Rows:
+        assert rows.scored is not None
+        settings = policy.of_heads(lm.settings_of(layer), heads_of(lm.head_shards, layer, rows.kept.shape[2]))
+        chosen = policy.stays(settings, rows.scored.scores[layer][..., :b])
+        return rows.evict(layer, leaving, chosen, rows.start)
+
+    rows = jax.lax.fori_loop(0, lm.config.num_layers, of_layer, rows)
+    return dataclasses.replace(rows, start=rows.start + jnp.where(leaving, b, 0))
 
 
-def decode_layer(
+def evict_block(
     policy: CachePolicy,
     layer: int,
     heads: Heads,
-    q: Float[Array, "B 1 Hq d"],  # the new token's rotated query
-    k: Float[Array, "B 1 Hkv d"],
-    v: Float[Array, "B 1 Hkv d"],
-    shared: PagedCache | None,  # what came before, or None
-    cache: PagedCache,  # the rows' own cache
-    positions: Int[Array, " B"],  # position of the new token
-    leaving: Bool[Array, " B"] | None = None,  # rows in which a block leaves the window
-    backend: Backend = "auto",
+    q: Float[Array, "R Hq d"],  # query of the token that starts a block; `k` its key
+    k: Float[Array, "R Hkv d"],
+    rows: Rows,  # without that token
+    start: Int[Array, " R"],  # of the windows
+    positions: Int[Array, " R"],  # the token's
+    leaving: Bool[Array, " R"],
+    backend: Backend,
     *,
-    fed: Bool[Array, " B"] | None = None,  # rows that have a new token
-    summaries: tuple[Any, Any] = (None, None),  # what the policy knows of `shared` and of the rows' own cache
-) -> tuple[Float[Array, "B 1 Hq d"], PagedCache]:
-    """One step in a layer: evicts the block that leaves the window, writes the new token, attends.
+    index: int | Array | None = None,  # the layer, where its number is traced
+    rare: bool = False,  # whether there mostly are none, so that the device asks the host to leave out what is for them
+) -> Rows:
+    """Keeps the policy's choice from the block that leaves the window, in rows where one leaves.
 
-    Returns:
-        Attention output `[B, 1, H_q, d]` and the cache with the token in it.
+    The policy sees the current query's attention probabilities over all that it can see at this step: what is kept, the
+    window with the leaving block still in it, and itself.
     """
-    if leaving is not None and cache.kept_columns[layer]:
-        with jax.named_scope("evict_block"):
-            token = q[:, 0], k[:, 0]
-            cache = evict_block(policy, layer, heads, *token, shared, cache, positions, leaving, backend)
-    new = (
-        None if fed is None or fed.size == 1 else fed[:, None]
-    )  # a single row is written without looking (`with_tokens`)
-    cache = cache.with_tokens(layer, k, v, positions[:, None], new)
-    held = [(c.pages(layer), known) for c, known in zip((shared, cache), summaries, strict=True) if c is not None]
-    known = tuple(policy.summarize(layer, pages) if known is None else known for pages, known in held)
-    pages = policy.attended(layer, q[:, 0], tuple(pages for pages, _ in held), known)
-    out, _ = paged_attention(q, pages, positions, positions, window=policy.window, backend=backend)
-    return out, cache
+    before, index = jnp.maximum(positions - 1, 0), layer if index is None else index
+
+    def log_sum_exp() -> Float32[Array, "R Hq"]:
+        newest = jnp.where(leaving, before, before - 1)  # other rows ask nothing, which costs nothing
+        pages = rows.of_layer(index, start)
+        return paged_attention(q[:, None], pages, before, newest, window=policy.window, backend=backend)[1][:, 0]
+
+    # A pass over all that is kept, of which only the normaliser is wanted, and only in rows where a block leaves.
+    nothing = functools.partial(jnp.zeros, q.shape[:2], jnp.float32)
+    lse = jax.lax.cond(jnp.any(leaving), log_sum_exp, nothing) if rare else log_sum_exp()
+    batch, kv_heads, head_dim = k.shape
+    queries = q.reshape(batch, kv_heads, -1, head_dim)
+    own = scaled_scores("bhgd,bhd->bhg", queries, k)
+    lse = jnp.logaddexp(lse.reshape(own.shape), own)
+    k_block, _ = rows.leaving_block(index, k.dtype)
+    attention = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, k_block) - lse[..., None])  # [R, H_kv, G, b]
+    selection = policy.evict(layer, heads, attention, start // policy.block_size)
+    chosen = selection_mask(selection.scores, selection.budgets, block_size=policy.block_size)
+    return rows.evict(index, leaving, chosen, start)
 
 
 def draw(
@@ -300,90 +293,44 @@ def row_keys(key: Key[Array, ""], rows: int) -> Key[Array, " R"]:
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
 
 
-#: How the arguments of `prefill` lie on a mesh, and how those that say how answers are drawn.
-_DRAWING = (ROWS, SAME, SAME, SAME)
-PROMPTS = (ROWS, ROWS, *_DRAWING)
-#: The same of `resume`.
-APPENDED = (CACHES, ROWS, ROWS, ROWS, ROWS, ROWS, *_DRAWING)
-#: How their results do.
-STARTED = (STATE, CACHES)
-
-
-def prefill(
+def begin(
     lm: LM,
-    tokens: Int[Array, "B L"],  # prompts, right-padded
-    lengths: Int[Array, " B"],  # true lengths, at least 1
-    keys: Key[Array, " R"],  # one an answer; those of answers to one prompt side by side
+    rows: Rows,  # of R answers
+    logits: Float32[Array, "B V"],  # of the token after each prompt; R / B answers side by side continue it
+    lengths: Int[Array, " R"],  # tokens before each answer
+    held: tuple[Int[Array, "B L"], Int[Array, " B"]] | None,  # these tokens and their number, with a repetition penalty
+    keys: Key[Array, " R"],
+    attended_share: Float32[Array, " B"] | None,
     sampling: Sampling,  # how tokens are drawn
     stop_tokens: Int[Array, " S"],  # tokens that end a row
     min_new_tokens: Int[Array, ""] | None = None,  # tokens before which no stop token is drawn
     *,
     new_tokens: int,  # room for new tokens, at least 1; static
     logprobs: int | None = None,  # likeliest tokens that are noted at each place; static
-    backend: Backend = "auto",
-) -> tuple[DecodingState, PagedCache | None]:
-    """Runs the prompts, fills the cache and draws the first new token of every answer.
-
-    Returns:
-        The state, and the prompts' cache where several answers share it; None where each prompt has one answer, whose
-        cache holds the prompt, too.
-    """
-    batch, columns = tokens.shape
-    samples, fed = keys.shape[0] // batch, new_tokens - 1  # the last new token is never fed
-    layout = lm.cache_layout(batch, columns, fed if samples == 1 else 0)
-    logits, cache, share, _ = read_prompts(lm, tokens, lengths, layout, backend=backend)
-    assert cache is not None
-    seen = None
-    if sampling.repetition_penalty is not None:
-        seen = _seen(tokens, jnp.arange(columns) < lengths[:, None], logits.shape[-1])
-    shared = None
-    if samples > 1:
-        logits, lengths, seen, share = _rows((logits, lengths, seen, share), samples)
-        shared, cache = shared_and_own(cache, lm.following_layout(batch * samples, columns, fed), lengths)
-    drawing = _Drawing(keys, sampling, stop_tokens, min_new_tokens, new_tokens, logprobs)
-    return _start(lm, cache, logits, lengths, lengths, seen, drawing, share), shared
-
-
-def resume(
-    lm: LM,  # the model, under the method of the context
-    cache: PagedCache,  # the context's, of C rows: B, or 1 that all prompts share
-    held: Int[Array, "C L"] | None,  # tokens of the context, right-padded; needed with a repetition penalty
-    tokens: Int[Array, "B S"],  # prompts as `extend.align` lays them out
-    starts: Int[Array, " C"],  # tokens of the context
-    lengths: Int[Array, " B"],  # tokens of the prompts, at least 1
-    prompt_lengths: Int[Array, " C"],  # tokens of the context that its first prefill dealt with
-    keys: Key[Array, " R"],  # as for `prefill`, like all further arguments
-    sampling: Sampling,  # how tokens are drawn
-    stop_tokens: Int[Array, " S2"],  # tokens that end a row
-    min_new_tokens: Int[Array, ""] | None = None,  # tokens before which no stop token is drawn
-    *,
-    context_tokens: int,  # most tokens that a row of the context may have; static
-    new_tokens: int,  # room for new tokens; static
-    logprobs: int | None = None,
-    backend: Backend = "auto",
 ) -> DecodingState:
-    """Appends prompts to a context and draws the first new token of every answer."""
-    batch, columns = tokens.shape
-    samples, times = keys.shape[0] // batch, batch // cache.batch
-    context_starts, (starts, prompt_lengths) = starts, _rows((starts, prompt_lengths), times)
-    sizes = context_tokens, columns + new_tokens - 1
-    shared, own = shared_and_own(cache, lm.following_layout(batch, *sizes), starts)
-    own, logits, _ = extend(lm, shared, own, tokens, starts, lengths, prompt_lengths, backend=backend)
-    seen = None
-    if sampling.repetition_penalty is not None and held is not None:
-        vocabulary, places = logits.shape[-1], jnp.arange(columns) - (starts % cache.block_size)[:, None]
-        seen = _seen(tokens, (places >= 0) & (places < lengths[:, None]), vocabulary)
-        seen |= _rows(_seen(held, jnp.arange(held.shape[1]) < context_starts[:, None], vocabulary), times)
-    if samples > 1:
-        own = with_rows_repeated(own, lm.following_layout(batch * samples, *sizes))
-        logits, starts, lengths, prompt_lengths, seen = _rows((logits, starts, lengths, prompt_lengths, seen), samples)
-    drawing = _Drawing(keys, sampling, stop_tokens, min_new_tokens, new_tokens, logprobs)
-    return _start(lm, own, logits, starts + lengths, prompt_lengths, seen, drawing)
-
-
-def _rows(arrays: _T, times: int) -> _T:
-    """Every row of some arrays `times` times, side by side."""
-    return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), arrays)
+    """Draws the first new token of every answer."""
+    answers, seen = len(lengths), None
+    times = answers // logits.shape[0]
+    if held is not None:
+        seen = _seen(held[0], jnp.arange(held[0].shape[1]) < held[1][:, None], logits.shape[-1])
+    logits, seen, attended_share = jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), (logits, seen, attended_share))
+    state = DecodingState(
+        tokens=jnp.full((answers, new_tokens), lm.pad_token_id, jnp.int32),
+        step=jnp.zeros(answers, jnp.int32),
+        last=jnp.zeros(answers, jnp.int32),
+        done=jnp.zeros(answers, bool),
+        lengths=lengths,
+        keys=keys,
+        seen=seen,
+        stop_tokens=stop_tokens,
+        min_new_tokens=min_new_tokens,
+        logprobs=None if logprobs is None else jnp.zeros((answers, new_tokens), jnp.float32),
+        top=_no_top(answers, new_tokens, logprobs) if logprobs else None,
+        finite=jnp.isfinite(logits).all(axis=-1),
+        cache=rows,
+        attended_share=attended_share,
+    )
+    return draw(lm, state, logits, sampling)
 
 
 def _seen(tokens: Int[Array, "B L"], real: Bool[Array, "B L"], vocabulary: int) -> Bool[Array, "B V"]:
@@ -393,49 +340,10 @@ def _seen(tokens: Int[Array, "B L"], real: Bool[Array, "B L"], vocabulary: int) 
     return jnp.zeros((tokens.shape[0], vocabulary), bool).at[rows, places].set(True, mode="drop")
 
 
-class _Drawing(NamedTuple):
-    """How answers are drawn: see `prefill`."""
-
-    keys: Key[Array, " R"]
-    sampling: Sampling
-    stop_tokens: Int[Array, " S"]
-    min_new_tokens: Int[Array, ""] | None
-    new_tokens: int
-    logprobs: int | None
-
-
-def _start(
-    lm: LM,
-    cache: PagedCache,
-    logits: Float[Array, "R V"],
-    lengths: Int[Array, " R"],
-    prompt_lengths: Int[Array, " R"],
-    seen: Bool[Array, "R V"] | None,
-    drawing: _Drawing,
-    attended_share: Float32[Array, " R"] | None = None,
-) -> DecodingState:
-    """The state after the first new token of every answer."""
-    rows = drawing.keys.shape[0]
-    state = DecodingState(
-        tokens=jnp.full((rows, drawing.new_tokens), lm.pad_token_id, jnp.int32),
-        step=jnp.zeros(rows, jnp.int32),
-        last=jnp.zeros(rows, jnp.int32),
-        done=jnp.zeros(rows, bool),
-        lengths=lengths,
-        prompt_lengths=prompt_lengths,
-        keys=drawing.keys,
-        seen=seen,
-        stop_tokens=drawing.stop_tokens,
-        min_new_tokens=drawing.min_new_tokens,
-        logprobs=None if drawing.logprobs is None else jnp.zeros((rows, drawing.new_tokens), jnp.float32),
-        top=_no_top(rows, drawing.new_tokens, drawing.logprobs) if drawing.logprobs else None,
-        finite=jnp.isfinite(logits).all(axis=-1),
-        cache=cache,
-        attended_share=attended_share,
-    )
-    return draw(lm, state, logits, drawing.sampling)
-
-
 def _no_top(rows: int, new_tokens: int, count: int) -> tuple[Int[Array, "R N n"], Float32[Array, "R N n"]]:
     shape = rows, new_tokens, count
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+
+begin_program = Program(OverMesh(begin, (CACHES, ROWS, ROWS, ROWS, ROWS, ROWS, SAME, SAME, SAME), STATE), donate=(1,))
+decode_program = Program(OverMesh(decode, (STATE, SAME, SAME), STATE), donate=(1,))

@@ -1,4 +1,4 @@
-"""Tokens appended to caches, a block at a time, each as decoding would have fed it.
+"""Tokens appended to rows, a block at a time, each as decoding would have fed it.
 
 Rows are aligned to blocks: the token of row i at position p lies in column p - (start_i // b) b, so the edges of blocks
 coincide in all rows, and a layer is one scan over blocks.
@@ -6,44 +6,29 @@ coincide in all rows, and a layer is one scan over blocks.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.engine.cache import PagedCache
+from tca_jax.engine.decode import evict_block
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import heads_of
+from tca_jax.engine.mesh import CACHES, LAYER_WEIGHTS, ROWS, SAME, OverMesh, heads_of
+from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import bucket_length
-from tca_jax.methods.base import CachePolicy, Heads
+from tca_jax.engine.read import Calls, static_layer
+from tca_jax.methods.base import UNBOUNDED
+from tca_jax.methods.scored import ScoredCache
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.numerics import cdiv, round_up, scaled_scores
+from tca_jax.pallas_kernels.numerics import cdiv, round_up
 from tca_jax.pallas_kernels.paged_attention import paged_attention
-from tca_jax.pallas_kernels.select_tokens import selection_mask
+from tca_jax.programs import Program
 
-_PIECE_TOKENS = 2048  # of a row in one call of the decoder: enough for matrix products at full speed
-
-
-class AppendedColumns(NamedTuple):
-    """Where the appended tokens of each row are."""
-
-    first: Int[Array, " B"]  # position of column 0, a multiple of b, `[B]`
-    starts: Int[Array, " B"]  # position of the first new token, `[B]`: tokens that were there before
-    ends: Int[Array, " B"]  # one past the last, `[B]`
-    prompt_lengths: Int[Array, " B"]  # tokens that the first prefill dealt with, `[B]`
-
-
-class Extended(NamedTuple):
-    """Result of `extend`."""
-
-    cache: PagedCache  # with the tokens in it
-    logits: Float32[Array, "B V"]  # of the token after each row's last, float32 `[B, V]`
-    # The decoder's output in every column, `[B, S, D]`, arbitrary where there is no new token; None unless
-    # `keep_hidden`.
-    hidden: Float[Array, "B S D"] | None
+_PIECE_TOKENS = 2048  # of a row in one pass over the layers: enough for matrix products at full speed
 
 
 def num_columns(most_columns: int, block_size: int) -> int:
@@ -65,219 +50,137 @@ def align(
     return np.take_along_axis(tokens, np.clip(places, 0, tokens.shape[1] - 1), axis=1)
 
 
-def extend(
-    lm: LM,  # the model, under the method of the caches
-    shared: PagedCache | None,  # what came before
-    cache: PagedCache,  # the rows' own, with room for the tokens; updated in place where the caller gives it away
-    tokens: Int[Array, "B S"],  # appended tokens as `align` lays them out; S is a multiple of b, of `num_columns`
-    starts: Int[Array, " B"],  # tokens in the caches, at least 1
-    lengths: Int[Array, " B"],  # tokens to append; a row of none is left as it is, and its logits mean nothing
-    prompt_lengths: Int[Array, " B"],  # tokens that the first prefill dealt with
+class Fed(NamedTuple):
+    """Rows with more tokens."""
+
+    rows: Rows
+    logits: Float32[Array, "R V"]  # of the token after each row's last
+    # The last layer's output in every column, normed, arbitrary where there is no new token; None unless asked for.
+    hidden: Float[Array, "R S D"] | None
+
+
+class Where(NamedTuple):
+    """Where appended tokens of each row are."""
+
+    first: Int[Array, " R"]  # position of column 0, a multiple of b
+    starts: Int[Array, " R"]  # of the first new token: tokens that were there before
+    ends: Int[Array, " R"]  # past the last
+
+
+def feed(
+    lm: LM,
+    rows: Rows,  # overwritten
+    tokens: Int[Array, "R S"],  # as `align` lays them out; S is of `num_columns`
+    starts: Int[Array, " R"],  # tokens in the rows, at least 1
+    lengths: Int[Array, " R"],  # tokens to append; a row of none stays as it is, and its logits mean nothing
+    calls: Calls,
     *,
-    keep_hidden: bool = False,  # whether `Extended.hidden` is wanted
+    keep_hidden: bool = False,
     backend: Backend = "auto",
-) -> Extended:
-    """Appends tokens to caches. Each behaves as if decoding had fed it, however they are split into calls."""
-    decoder, b = lm.decoder, cache.block_size
-    batch, columns = tokens.shape
-    where = AppendedColumns(starts // b * b, starts, starts + lengths, prompt_lengths)
-    piece = min(columns, b * _piece_blocks(b))
-    state = _Progress(
-        cache=cache,
-        last=jnp.zeros((batch, lm.config.hidden_size), decoder.dtype),
-        hidden=jnp.zeros((batch, columns, lm.config.hidden_size), decoder.dtype) if keep_hidden else None,
-    )
-
-    def one_piece(index: Array, state: _Progress) -> _Progress:
-        part = jax.lax.dynamic_slice_in_dim(tokens, index * piece, piece, axis=1)
-        here = where._replace(first=where.first + index * piece)
-        found, cache = _read_piece(lm, shared, state.cache, part, here, backend)
-        last = where.ends - 1 - here.first
-        picked = jnp.take_along_axis(found, jnp.clip(last, 0, piece - 1)[:, None, None], axis=1)[:, 0]
-        inside = (last >= 0) & (last < piece)
-        hidden = state.hidden
-        if hidden is not None:
-            hidden = jax.lax.dynamic_update_slice_in_dim(hidden, found, index * piece, axis=1)
-        return _Progress(cache, jnp.where(inside[:, None], picked, state.last), hidden)
-
-    pieces = columns // piece
-    if pieces == 1:
-        state = one_piece(jnp.int32(0), state)
-    else:  # as many as the longest row needs
-        needed = jnp.minimum(pieces, jnp.max(-(-(where.ends - where.first) // piece)))
-        state = jax.lax.fori_loop(0, needed, one_piece, state)
-    return Extended(state.cache, decoder.logits(state.last), state.hidden)
+) -> Fed:
+    """Appends tokens to rows, as if decoding had fed them, however they are split into calls."""
+    lm, b = lm.for_programs(), lm.method.cache.block_size
+    piece = min(tokens.shape[1], b * _piece_blocks(b))
+    bare, options = lm.without_weights(), {"graphdef": lm.layer_graphdef, "backend": backend}
+    last = jnp.zeros((tokens.shape[0], lm.config.hidden_size), lm.dtype)
+    where, found = Where(starts // b * b, starts, starts + lengths), []
+    for place in range(0, tokens.shape[1], piece):
+        here = where._replace(first=where.first + place)
+        x, cos, sin = calls(_feed_begin_program, lm, tokens[:, place : place + piece], here)
+        begin = rows.start
+        for layer in range(lm.config.num_layers):
+            given = lm.layer_params(layer), x, rows, cos, sin, here, jnp.int32(layer)
+            x, rows, begin = calls(_feed_program, bare, *given, **options, layer=static_layer(lm.method, layer))
+        hidden, last, rows = calls(_feed_end_program, lm, x, last, rows, begin, here)
+        found += [hidden] * keep_hidden
+    return Fed(rows, calls(_logits_program, lm, last), jnp.concatenate(found, axis=1) if found else None)
 
 
-class _Progress(NamedTuple):
-    """Between two pieces: the cache, the hidden state of each row's last token, and that of all columns."""
+def _feed_begin(lm: LM, tokens: Int[Array, "R S"], here: Where) -> tuple[Array, Array, Array]:
+    positions = here.first[:, None] + jnp.arange(tokens.shape[1])
+    positions = jnp.clip(positions, 0, here.ends[:, None] - 1)
+    return lm.decoder.embed(tokens), *lm.decoder.angles(positions)
 
-    cache: PagedCache
-    last: Float[Array, "B D"]
-    hidden: Float[Array, "B S D"] | None
+
+def _feed_layer(
+    lm: LM,  # without weights
+    weights: Any,
+    x: Float[Array, "R S D"],
+    rows: Rows,
+    cos: Array,
+    sin: Array,
+    here: Where,
+    number: Int[Array, ""],
+    *,
+    graphdef: Any,
+    backend: Backend,
+    layer: int | None,
+) -> tuple[Array, Rows, Array]:
+    """A layer of appended tokens: for each block evicts, writes the new tokens, attends."""
+    module, index, policy = nnx.merge(graphdef, weights), number if layer is None else layer, lm.method.cache
+    heads, settings, scores = heads_of(lm.head_shards, index, rows.kept.shape[2]), lm.settings_of(index), None
+    b = rows.page_size
+    if isinstance(policy, ScoredCache):
+        settings = policy.of_heads(settings, heads)
+        positions = here.first[:, None] + jnp.arange(x.shape[1])
+        scores = policy.score(settings, module.attention_norm(x), positions).swapaxes(1, 2)
+
+    def one_block(state: tuple[Rows, Array], block: tuple[Any, ...]) -> tuple[tuple[Rows, Array], Array]:
+        (rows, start), (q, k, v, first, scores) = state, block
+        if policy.window < UNBOUNDED:
+            leaving = rows.are_full(first, start) & (first >= here.starts) & (first < here.ends)
+            if isinstance(policy, ScoredCache):
+                assert rows.scored is not None
+                rows = rows.evict(index, leaving, policy.stays(settings, rows.scored.scores[index][..., :b]), start)
+            else:
+                token = q[:, 0], k[:, 0]
+                rows = evict_block(
+                    policy, layer or 0, heads, *token, rows, start, first, leaving, backend, index=index, rare=True
+                )
+            start = start + jnp.where(leaving, b, 0)
+        positions = first[:, None] + jnp.arange(b)
+        new = (positions >= here.starts[:, None]) & (positions < here.ends[:, None])
+        rows = rows.with_tokens(index, k, v, positions, new, start, scores)
+        newest = jnp.minimum(here.ends, first + b) - 1
+        pages = rows.of_layer(index, start)
+        out, _ = paged_attention(q, pages, first, newest, window=policy.window, backend=backend)
+        return (rows, start), out
+
+    def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Rows, Array]]:
+        count = q.shape[1] // b
+        parts = [
+            None if y is None else jnp.swapaxes(y.reshape(y.shape[0], count, b, *y.shape[2:]), 0, 1)
+            for y in (q, k, v, scores)
+        ]
+        firsts = here.first + b * jnp.arange(count)[:, None]
+        state, out = jax.lax.scan(one_block, (rows, rows.start), (*parts[:3], firsts, parts[3]))
+        return jnp.swapaxes(out, 0, 1).reshape(q.shape), state
+
+    x, (rows, start), _ = module(x, cos, sin, attention, None)
+    return x, rows, start
+
+
+def _feed_end(
+    lm: LM, x: Float[Array, "R S D"], last: Float[Array, "R D"], rows: Rows, start: Int[Array, " R"], here: Where
+) -> tuple[Array, Array, Rows]:
+    hidden, place = lm.decoder.final_norm(x), here.ends - 1 - here.first
+    picked = jnp.take_along_axis(hidden, jnp.clip(place, 0, x.shape[1] - 1)[:, None, None], axis=1)[:, 0]
+    inside = (place >= 0) & (place < x.shape[1])
+    length = jnp.clip(here.first + x.shape[1], here.starts, here.ends)
+    return hidden, jnp.where(inside[:, None], picked, last), dataclasses.replace(rows, start=start, length=length)
+
+
+def _logits(lm: LM, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
+    return lm.decoder.logits(hidden)
+
+
+_feed_begin_program = Program(OverMesh(_feed_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS)))
+_feed_program = Program(
+    OverMesh(_feed_layer, (LAYER_WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), (ROWS, CACHES, ROWS)), donate=(2, 3)
+)
+_feed_end_program = Program(OverMesh(_feed_end, (ROWS, ROWS, CACHES, ROWS, ROWS), (ROWS, ROWS, CACHES)), donate=(3,))
+_logits_program = Program(OverMesh(_logits, (ROWS,), ROWS))
 
 
 def _piece_blocks(block_size: int) -> int:
     return max(1, _PIECE_TOKENS // block_size)
-
-
-def _read_piece(
-    lm: LM,
-    shared: PagedCache | None,
-    cache: PagedCache,
-    tokens: Int[Array, "B S"],
-    where: AppendedColumns,
-    backend: Backend,
-) -> tuple[Float[Array, "B S D"], PagedCache]:
-    """The decoder over some columns."""
-
-    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, None]:
-        nonlocal cache
-        heads = heads_of(lm.head_shards, layer, k.shape[2])
-        out, cache = extend_layer(lm.method.cache, layer, heads, q, k, v, shared, cache, where, backend)
-        return out, None
-
-    positions = where.first[:, None] + jnp.arange(tokens.shape[1])
-    positions = jnp.clip(positions, 0, where.ends[:, None] - 1)
-    states = (None,) * lm.config.num_layers
-    hidden, _ = lm.decoder(tokens, positions, attention, states)
-    return hidden, cache
-
-
-def extend_layer(
-    policy: CachePolicy,
-    layer: int,
-    heads: Heads,
-    q: Float[Array, "B S Hq d"],  # rotated queries, S whole blocks
-    k: Float[Array, "B S Hkv d"],
-    v: Float[Array, "B S Hkv d"],
-    shared: PagedCache | None,  # what came before, or None
-    cache: PagedCache,  # the rows' own cache
-    where: AppendedColumns,  # which columns are new tokens
-    backend: Backend = "auto",
-) -> tuple[Float[Array, "B S Hq d"], PagedCache]:
-    """A layer's attention of appended tokens: for each block evicts, writes the new tokens, attends.
-
-    Returns:
-        Attention output `[B, S, H_q, d]`, arbitrary but finite where a column is no new token, and the cache.
-    """
-    b = cache.block_size
-    if q.shape[1] == b:
-        return _extend_block(policy, layer, heads, q, k, v, shared, cache, where.first, where, backend)
-    blocks = [jnp.swapaxes(x.reshape(x.shape[0], -1, b, *x.shape[2:]), 0, 1) for x in (q, k, v)]
-    firsts = where.first + b * jnp.arange(q.shape[1] // b)[:, None]
-
-    def step(cache: PagedCache, block: tuple[Array, ...]) -> tuple[PagedCache, Array]:
-        q, k, v, first = block
-        out, cache = _extend_block(policy, layer, heads, q, k, v, shared, cache, first, where, backend)
-        return cache, out
-
-    cache, out = jax.lax.scan(step, cache, (*blocks, firsts))
-    return jnp.swapaxes(out, 0, 1).reshape(q.shape), cache
-
-
-def _extend_block(
-    policy: CachePolicy,
-    layer: int,
-    heads: Heads,
-    q: Float[Array, "B b Hq d"],
-    k: Float[Array, "B b Hkv d"],
-    v: Float[Array, "B b Hkv d"],
-    shared: PagedCache | None,
-    cache: PagedCache,
-    first: Int[Array, " B"],
-    where: AppendedColumns,
-    backend: Backend,
-) -> tuple[Float[Array, "B b Hq d"], PagedCache]:
-    """One block of every row, of which some columns may be no new tokens."""
-    b = cache.block_size
-    if cache.kept_columns[layer]:
-        leaving = jnp.asarray(rows_with_leaving_block(policy, first, where.prompt_lengths))
-        leaving &= (first >= where.starts) & (first < where.ends)
-        with jax.named_scope("evict_block"):
-            token = q[:, 0], k[:, 0]
-            cache = evict_block(policy, layer, heads, *token, shared, cache, first, leaving, backend, rare=True)
-    positions = first[:, None] + jnp.arange(b)
-    new = (positions >= where.starts[:, None]) & (positions < where.ends[:, None])
-    cache = cache.with_tokens(layer, k, v, positions, new)
-    newest = jnp.minimum(where.ends, first + b) - 1
-    return attend(policy, layer, q, shared, cache, first, newest, backend)[0], cache
-
-
-def attend(
-    policy: CachePolicy,
-    layer: int,
-    q: Float[Array, "B m Hq d"],
-    shared: PagedCache | None,
-    cache: PagedCache,
-    first: Int[Array, " B"],
-    newest: Int[Array, " B"],
-    backend: Backend,
-) -> tuple[Float[Array, "B m Hq d"], Float32[Array, "B m Hq"]]:
-    """Attention of new tokens, which are in the cache, to all that rows hold; see `paged_attention`."""
-    held = [cache] if shared is None else [shared, cache]
-    pages = tuple(each.pages(layer) for each in held)
-    return paged_attention(q, pages, first, newest, window=policy.window, backend=backend)
-
-
-def rows_with_leaving_block(
-    policy: CachePolicy, positions: Int[Array | np.ndarray, " B"], prompt_lengths: Int[Array | np.ndarray, " B"]
-) -> Bool[Array | np.ndarray, " B"]:
-    """Rows in which the token at `positions` starts a block and so pushes the oldest block out of the window, `[B]`.
-
-    Prefill has already dealt with the block that leaves when the very first new token starts a block.
-    """
-    return (positions % policy.block_size == 0) & (positions > policy.window) & (positions > prompt_lengths)
-
-
-def evict_block(
-    policy: CachePolicy,
-    layer: int,
-    heads: Heads,
-    q: Float[Array, "B Hq d"],  # query of the token that starts a block; `k` its key
-    k: Float[Array, "B Hkv d"],
-    shared: PagedCache | None,  # what came before, or None
-    cache: PagedCache,  # the rows' own cache, without that token
-    positions: Int[Array, " B"],  # the token's position; a multiple of b in rows where a block leaves
-    leaving: Bool[Array, " B"],  # those rows
-    backend: Backend,
-    *,
-    rare: bool = False,  # whether there mostly are none, so that the device asks the host to leave out what is for them
-) -> PagedCache:
-    """Keeps the policy's choice from the block that leaves the window, in rows where one leaves.
-
-    The policy sees the current query's attention probabilities over all that it can see at this step: what is kept, the
-    window with the leaving block still in it, and itself.
-    """
-    before = jnp.maximum(positions - 1, 0)
-
-    def log_sum_exp() -> Float32[Array, "B Hq"]:
-        newest = jnp.where(leaving, before, before - 1)  # other rows ask nothing, which costs nothing
-        return attend(policy, layer, q[:, None], shared, cache, before, newest, backend)[1][:, 0]
-
-    # A pass over all that is kept, of which only the normaliser is wanted, and only in rows where a block leaves.
-    nothing = functools.partial(jnp.zeros, q.shape[:2], jnp.float32)
-    lse = jax.lax.cond(jnp.any(leaving), log_sum_exp, nothing) if rare else log_sum_exp()
-    batch, kv_heads, head_dim = k.shape
-    queries = q.reshape(batch, kv_heads, -1, head_dim)
-    own = scaled_scores("bhgd,bhd->bhg", queries, k)
-    lse = jnp.logaddexp(lse.reshape(own.shape), own)
-    blocks = positions // policy.block_size - policy.window // policy.block_size - 1
-    k_block, v_block = _leaving_block(layer, shared, cache, blocks, k.dtype)
-    attention = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, k_block) - lse[..., None])  # [B, H_kv, G, b]
-    selection = policy.evict(layer, heads, attention, blocks)
-    budgets = jnp.where(leaving[:, None, None], selection.budgets, 0)
-    chosen = selection_mask(selection.scores, budgets, block_size=policy.block_size)
-    return cache.with_kept(layer, chosen, k_block, v_block)
-
-
-def _leaving_block(
-    layer: int, shared: PagedCache | None, cache: PagedCache, blocks: Int[Array, " B"], dtype: Any
-) -> tuple[Float[Array, "B Hkv b d"], Float[Array, "B Hkv b d"]]:
-    """Keys and values of a block of the window, from the cache that has it."""
-    own = cache.window_block(layer, blocks, dtype)
-    if shared is None:
-        return own
-    is_own = (blocks * cache.block_size >= cache.start)[:, None, None, None]
-    k, v = (jnp.where(is_own, *each) for each in zip(own, shared.window_block(layer, blocks, dtype), strict=True))
-    return k, v

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from tca_jax.engine.contexts import Context, kept_share
-from tca_jax.engine.decode import DecodingState, decode, prefill, row_keys
+from tca_jax.engine.decode import DecodingState, begin_program, decode_program, row_keys
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import ROWS, SAME, OverMesh, agreed, num_devices, on_host, rows_of_device
+from tca_jax.engine.mesh import agreed, num_devices, on_host, rows_of_device
 from tca_jax.engine.prompts import (
     Prompt,
     bucket_length,
@@ -24,6 +24,7 @@ from tca_jax.engine.prompts import (
     is_single,
     require_tokenizer,
 )
+from tca_jax.engine.read import Calls, read
 from tca_jax.engine.request import Request, certain_characters
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import check_integer, require, require_type
@@ -45,9 +46,8 @@ class Stats:
         compile_seconds: Tracing and compiling, 0 when programs of these shapes were there; in no other figure.
         prefill_seconds: From the prompt's ids to the first new token.
         seconds_per_token: Mean time of each further step (one token for every row), 0 if there was none.
-        kv_cache_bytes: Bytes of all caches of this call, as allocated, on all devices; of a context, what answers share
-            counts once.
-        full_kv_cache_bytes: Bytes that the same call allocates under full attention.
+        kv_cache_bytes: Bytes of the pages that answers use, on all devices; those that several share count once.
+        full_kv_cache_bytes: Bytes of the pages that they would use under full attention.
         kept_share: Share of the tokens so far that the caches hold, mean over rows, layers and KV heads.
         attended_share: Share of the prompt's causal pairs (query, key) that its queries attended to, mean over rows,
             layers and query heads: 1 under full attention. With a context that of the context's own first reading, for
@@ -264,8 +264,8 @@ def output_of(request: Request, state: DecodingState) -> Output:
         compile_seconds=request.compile_seconds,
         prefill_seconds=request.prefill_seconds,
         seconds_per_token=request.decode_seconds / (steps - 1) if steps > 1 else 0.0,
-        kv_cache_bytes=request.kv_cache_bytes(request.lm) * devices,
-        full_kv_cache_bytes=request.full_kv_cache_bytes * devices,
+        kv_cache_bytes=state.cache.used_bytes,
+        full_kv_cache_bytes=request.full_kv_cache_bytes,
         kept_share=_kept_share(request, state),
         attended_share=attended_share(request, state),
         context_tokens=request.context_tokens,
@@ -297,9 +297,7 @@ def _logprobs(
 def _kept_share(request: Request, state: DecodingState) -> float:
     """Share of the tokens so far that the caches hold; the newest token is not in them yet."""
     lengths, step = on_host((state.lengths, state.step))
-    fed = lengths + step - 1
-    caches = [cache for cache in (request.shared, state.cache) if cache is not None]
-    return kept_share(request.lm.method.cache.window, caches, fed, state.prompt_lengths)
+    return kept_share(state.cache, lengths + step - 1)
 
 
 def attended_share(request: Request, state: DecodingState) -> float:
@@ -382,25 +380,10 @@ def _generate_tokens(
     stop_tokens: tuple[int, ...],
     backend: Backend,
 ) -> Int[Array, "B N"]:
-    stops = jnp.asarray(stop_tokens, jnp.int32)
-    keys = row_keys(key, tokens.shape[0])
-    return _answer(lm, tokens, lengths, keys, sampling, stops, limit, room=room, backend=backend)
-
-
-def _answer_program(
-    lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    keys: Key[Array, " B"],
-    sampling: Sampling,
-    stops: Int[Array, " S"],
-    limit: Int[Array, ""],
-    *,
-    room: int,
-    backend: Backend,
-) -> Int[Array, "B N"]:
-    state, shared = prefill(lm, tokens, lengths, keys, sampling, stops, new_tokens=room, backend=backend)
-    return decode(lm, state, shared, limit, sampling, backend=backend).tokens
-
-
-_answer = OverMesh(_answer_program, (ROWS, ROWS, ROWS, SAME, SAME, SAME), ROWS)
+    calls, batch = Calls(traced=True), tokens.shape[0]
+    layout = lm.cache_layout(rows_of_device(lm, batch, "rows of tokens"), tokens.shape[1], room - 1)
+    logits, rows, shares, _ = read(lm, tokens, lengths, lengths + room - 1, layout, backend=backend)
+    held = None if sampling.repetition_penalty is None else (tokens, lengths)
+    drawing = row_keys(key, batch), shares, sampling, jnp.asarray(stop_tokens, jnp.int32), None
+    state = calls(begin_program, lm, rows, logits, lengths, held, *drawing, new_tokens=room)
+    return calls(decode_program, lm, state, limit, sampling, backend=backend).tokens

@@ -140,14 +140,15 @@ class LM:
 
     @functools.cached_property
     def layer_graphdef(self) -> Any:
-        """Static part of a decoder layer, the same for all."""
-        return nnx.split(self.decoder.layers[0])[0]
+        """Static part of a decoder layer, the same for all; on a mesh, of a device."""
+        lm = self if self.mesh is None else self.on_device(self.params)
+        return nnx.split(lm.decoder.layers[0])[0]
 
     def layer_params(self, layer: int) -> Any:
         """Weights of a layer."""
         return self.params["layers"][layer]
 
-    def settings_of(self, layer: int) -> Any:
+    def settings_of(self, layer: int | jax.Array) -> Any:
         """The method's arrays of a layer."""
         return jax.tree.map(lambda x: x[layer], self.settings)
 
@@ -169,6 +170,11 @@ class LM:
         if self.graphdef is None:  # `without_weights`
             return self.params
         return parameter_specs(self.config, self.mesh, self.weights_dtype)
+
+    @property
+    def layer_specs(self) -> Any:
+        """Partition spec of each weight of a decoder layer."""
+        return parameter_specs(self.config, self.mesh, self.weights_dtype)["layers"][0]
 
     def in_model_order(self, layer: int, values: np.ndarray) -> np.ndarray:
         """Values for each KV head of a layer, axis 0, reordered from the mesh's order to the model's."""
@@ -251,6 +257,7 @@ class LM:
     def without_weights(self) -> LM:
         """The model for programs that compute with none of its weights: to look at all of them, as each call of a
         program does, takes milliseconds."""
+        assert self.dtype and self.weights_dtype  # known from now on
         return self.for_programs()._with(params=(), graphdef=None)
 
     def _with(self, **changes: Any) -> LM:

@@ -36,6 +36,8 @@ ROWS = PartitionSpec(DATA)
 CACHES = PartitionSpec(DATA, MODEL)
 #: ... or axis 1 is KV heads.
 SECOND_HEADS = PartitionSpec(None, MODEL)
+#: Stands for the partition specs of a decoder layer's weights.
+LAYER_WEIGHTS = "layer weights"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +49,15 @@ class HeadShards:
     # i H_kv / n on.
     order: tuple[tuple[int, ...], ...]
 
-    def heads(self, layer: int) -> Heads:
-        """The heads of the device that runs a program, inside of one."""
-        of_devices = np.asarray(self.order[layer], np.int32).reshape(self.devices, -1)
-        return Heads(part_of_device(of_devices), tuple(map(tuple, of_devices.tolist())), MODEL)
+    def heads(self, layer: int | Array) -> Heads:
+        """The heads of the device that runs a program, inside of one.
+
+        Of a layer whose number is traced, `of_devices` is that of the first: as many heads, but maybe others.
+        """
+        order = np.asarray(self.order, np.int32).reshape(len(self.order), self.devices, -1)
+        of_devices = order[layer if isinstance(layer, int) else 0]
+        numbers = part_of_device(of_devices if isinstance(layer, int) else jnp.asarray(order)[layer])
+        return Heads(numbers, tuple(map(tuple, of_devices.tolist())), MODEL)
 
     def by_device(self, layer: int, values: Sequence[int] | np.ndarray) -> Int[np.ndarray, "devices Hkv"]:
         """A number for each KV head, by the device that has the head and its place there."""
@@ -66,12 +73,12 @@ class PerDevice:
     """A pytree of each device of a mesh; outside of programs its arrays have two more axes in front."""
 
 
-def heads_of(shards: HeadShards | None, layer: int, num_kv_heads: int) -> Heads:
+def heads_of(shards: HeadShards | None, layer: int | Array, num_kv_heads: int) -> Heads:
     """The KV heads of a layer that a program sees, `num_kv_heads` of them: all, or over a mesh those of its device."""
     return Heads.all(num_kv_heads) if shards is None else shards.heads(layer)
 
 
-def part_of_device(values: Shaped[np.ndarray, "devices ..."]) -> Shaped[Array, ...]:
+def part_of_device(values: Shaped[Array | np.ndarray, "devices ..."]) -> Shaped[Array, ...]:
     """Of something for each device on "model", that of the device which runs a program."""
     return jax.lax.dynamic_index_in_dim(jnp.asarray(values), jax.lax.axis_index(MODEL), keepdims=False)
 
@@ -102,15 +109,18 @@ class OverMesh:
         def on_device(params: Any, *own: Any) -> Any:
             return self._function(lm.on_device(params), *own, **static)
 
-        inputs = lm.parameter_specs, *self._inputs
+        inputs = lm.parameter_specs, *self._inputs_of(lm)
         return over_mesh(on_device, lm.mesh, inputs, self._outputs)(lm.params, *args)
+
+    def _inputs_of(self, lm: LM) -> tuple[Any, ...]:
+        return tuple(lm.layer_specs if spec is LAYER_WEIGHTS else spec for spec in self._inputs)
 
     def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         """Places the arguments after the model on its mesh. Already placed arrays and shapes pass through."""
         if lm.mesh is None:
             return tuple(args)
         put = functools.partial(place, mesh=lm.mesh)
-        specs = _specs_of(self._inputs, args)
+        specs = _specs_of(self._inputs_of(lm), args)
         return tuple(jax.tree.map(put, spec, arg, is_leaf=_is_spec) for spec, arg in zip(specs, args, strict=True))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.engine.mesh import PerDevice
+from tca_jax.engine.mesh import PerDevice, on_host
 from tca_jax.errors import UserError
 from tca_jax.methods.scored import BlockMeans
 from tca_jax.pallas_kernels.kv import Pages, Stored, decode, empty, encode
@@ -55,7 +55,7 @@ class FreePages(NamedTuple):
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "free", "pages", "kept", "start", "length", "scored"],
+    data_fields=["k", "v", "free", "pages", "kept", "start", "own", "length", "scored"],
     meta_fields=["window_pages"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Rows(PerDevice):
     pages: Int32[Array, "layers R H T"]
     kept: Int32[Array, "layers R H"]  # tokens outside the window
     start: Int32[Array, " R"]  # first position in the window, a multiple of b
+    own: Int32[Array, " R"]  # from this position on no other row has the window's pages
     length: Int32[Array, " R"]
     scored: Scored | None
     window_pages: int  # static
@@ -106,8 +107,7 @@ class Rows(PerDevice):
             FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(0)),
             jnp.full((*shape, columns + window_pages), pages, jnp.int32),
             jnp.zeros(shape, jnp.int32),
-            jnp.zeros(rows, jnp.int32),
-            jnp.zeros(rows, jnp.int32),
+            *(jnp.zeros(rows, jnp.int32) for _ in range(3)),
             scored,
             window_pages,
         )
@@ -214,6 +214,7 @@ class Rows(PerDevice):
             pages=self.pages.at[layer, at].set(table),
             kept=self.kept.at[layer, at].set(held),
             start=self.start.at[at].set(start.astype(jnp.int32)),
+            own=self.own.at[at].set(0),
             length=self.length.at[at].set(lengths.astype(jnp.int32)),
             scored=scored,
         )
@@ -316,8 +317,10 @@ class Rows(PerDevice):
                 )
             shifted = jnp.roll(scores, -b, axis=-1).at[..., -b:].set(-jnp.inf)
             scored = scored._replace(scores=scored.scores.at[layer].set(jnp.where(out[..., None], shifted, scores)))
-        window = table[..., columns:]
-        window = jnp.where(out[..., None], jnp.roll(window, -1, axis=-1), window)
+        window, shared = table[..., columns:], out & (start < self.own)[:, None]
+        fresh, free = free.take(jnp.broadcast_to(shared, oldest.shape).astype(jnp.int32), 1, none)
+        rolled = jnp.roll(window, -1, axis=-1).at[..., -1].set(jnp.where(shared, fresh[..., 0], oldest))
+        window = jnp.where(out[..., None], rolled, window)
         return dataclasses.replace(
             self,
             k=pools[0],
@@ -332,11 +335,115 @@ class Rows(PerDevice):
         """Rows whose oldest block leaves before a token at this position."""
         return positions - start >= self.window_pages * self.page_size
 
+    def with_pages(self, more: int) -> Rows:
+        """The same rows in a pool of `more` pages more, which are free; pages that were free before are not used."""
+        old, pages = self.num_pages, self.num_pages + more
 
-@functools.partial(jax.jit, donate_argnums=(0,))
-def copy_pages(pools: tuple[Stored, Stored], source: Int[Array, " n"], target: Int[Array, " n"]) -> Any:
-    """Copies pages; a target past the pool is left out."""
-    return jax.tree.map(lambda x: x.at[target].set(x[source], mode="drop"), pools)
+        def wider(pool: Stored) -> Stored:
+            return jax.tree.map(lambda x: jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1))), pool)
+
+        def named(table: Array) -> Array:
+            return jnp.where(table < old, table, pages)
+
+        scored = None if self.scored is None else self.scored._replace(pages=named(self.scored.pages))
+        free = FreePages(jnp.arange(old, pages, dtype=jnp.int32), jnp.int32(0))
+        changed = {"k": wider(self.k), "v": wider(self.v), "pages": named(self.pages)}
+        return dataclasses.replace(self, **changed, free=free, scored=scored)
+
+    def with_columns(self, columns: int, window_pages: int, mean_pages: int) -> Rows:
+        """The same rows under tables of at least so many entries."""
+        more = max(0, columns - self.columns), max(0, window_pages - self.window_pages)
+
+        def wider(x: Array, count: int, fill: float) -> Array:
+            return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, count)), constant_values=fill)
+
+        kept, window = jnp.split(self.pages, [self.columns], axis=-1)
+        parts = [wider(x, count, self.num_pages) for x, count in zip((kept, window), more, strict=True)]
+        scored = self.scored
+        if scored is not None:
+            means = max(0, mean_pages - scored.pages.shape[-1])
+            scored = Scored(
+                wider(scored.scores, more[1] * self.page_size, -jnp.inf),
+                wider(scored.pages, means, self.num_pages),
+                wider(scored.bias, means * self.page_size, MASKED),
+            )
+        pages = jnp.concatenate(parts, axis=-1)
+        return dataclasses.replace(self, pages=pages, scored=scored, window_pages=self.window_pages + more[1])
+
+    def forked(self, source: Int[Array, " N"], most: Int[Array, " N"]) -> Rows:
+        """Rows that continue these: they share full pages and have copies of the others.
+
+        Args:
+            source: The row that each continues.
+            most: Tokens that each will have.
+        """
+        b, none, free = self.page_size, self.num_pages, self.free
+        rows = dataclasses.replace(
+            self,
+            pages=self.pages[:, source],
+            kept=self.kept[:, source],
+            start=self.start[source],
+            own=self.length[source] // b * b,
+            length=self.length[source],
+            scored=jax.tree.map(lambda x: x[:, source], self.scored),
+        )
+        copies: list[tuple[Array, Array]] = []
+
+        def copied(table: Array, column: Array, begun: Array) -> Array:
+            """A table with a page of its own where one is begun in a column."""
+            nonlocal free
+            number, free = free.take(begun.astype(jnp.int32), 1, none)
+            here = (jnp.arange(table.shape[-1]) == column[..., None]) & begun[..., None]
+            copies.append((jnp.where(here, table, 0).sum(axis=-1), jnp.where(begun, number[..., 0], none)))
+            return jnp.where(here, number, table)
+
+        kept, window = jnp.split(rows.pages, [self.columns], axis=-1)
+        if self.columns:
+            kept = copied(kept, rows.kept // b, rows.kept % b > 0)
+        last = jnp.broadcast_to((rows.length - rows.start) // b, rows.kept.shape[:1] + rows.length.shape)[..., None]
+        last = jnp.broadcast_to(last, rows.kept.shape)
+        window = copied(window, last, jnp.broadcast_to((rows.length % b > 0)[:, None], rows.kept.shape))
+        column = jnp.arange(self.window_pages)
+        needed = jnp.minimum(self.window_pages, -(-(most - rows.start) // b))[:, None, None]
+        missing = (column < needed) & (window == none)
+        more, free = free.take(missing.sum(axis=-1, dtype=jnp.int32), self.window_pages, none)
+        place = jnp.cumsum(missing, axis=-1) - 1
+        window = jnp.where(missing, jnp.take_along_axis(more, jnp.maximum(place, 0), axis=-1), window)
+        scored = rows.scored
+        if scored is not None and scored.pages.shape[-1]:
+            blocks = jnp.broadcast_to((rows.start // b)[:, None], rows.kept.shape)
+            scored = scored._replace(pages=copied(scored.pages, blocks // b, blocks % b > 0))
+        old, new = (jnp.concatenate([x.ravel() for x in each]) for each in zip(*copies, strict=True))
+        k, v = jax.tree.map(lambda x: x.at[new].set(x[old], mode="drop"), (self.k, self.v))
+        pages = jnp.concatenate([kept, window], axis=-1)
+        return dataclasses.replace(rows, k=k, v=v, free=free, pages=pages, scored=scored)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that tables name, each counted once, on all devices together."""
+        tables = on_host([self.pages] if self.scored is None else [self.pages, self.scored.pages])
+        places = list(np.ndindex(*self.start.shape[:-1]))  # devices of a mesh
+        named = [np.unique(np.concatenate([table[i].ravel() for table in tables])) for i in places]
+        used = sum(int((numbers < self.num_pages).sum()) for numbers in named)
+        return used * (self.num_bytes // (self.num_pages * len(places)))
+
+    def _named(self) -> Bool[Array, " P1"]:
+        named = jnp.zeros(self.num_pages + 1, bool).at[self.pages].set(True)
+        return named if self.scored is None else named.at[self.scored.pages].set(True)
+
+    def named_pages(self) -> Int[Array, "1 1"]:
+        """Pages that tables name."""
+        return self._named()[:-1].sum(dtype=jnp.int32).reshape(1, 1)
+
+    def compacted(self, pages: int) -> Rows:
+        """The same rows in a pool of `pages`: those that tables name, of which there are at most so many."""
+        named = self._named()
+        source = jnp.flatnonzero(named[:-1], size=pages, fill_value=0)
+        number = jnp.where(named, jnp.cumsum(named) - 1, pages).at[-1].set(pages).astype(jnp.int32)
+        k, v = jax.tree.map(lambda x: x[source], (self.k, self.v))
+        scored = None if self.scored is None else self.scored._replace(pages=number[self.scored.pages])
+        free = FreePages(jnp.zeros(0, jnp.int32), jnp.int32(0))
+        return dataclasses.replace(self, k=k, v=v, free=free, pages=number[self.pages], scored=scored)
 
 
 class Allocator:
@@ -388,41 +495,6 @@ def row_pages(rows: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
         whole, started = means[..., : count // b].ravel(), means[..., count // b : -(-count // b)].ravel()
     written = np.concatenate([partial, window[window < rows.num_pages], started])
     return np.concatenate([full, whole]), written
-
-
-def fork(rows: Rows, allocator: Allocator, row: int, into: Sequence[int]) -> Rows:
-    """Makes rows `into` continue row `row`: they share its full pages and have copies of the others."""
-    full, written = row_pages(rows, row)
-    named: list[np.ndarray] = []  # the copies' names of all pages
-    for _ in into:
-        renamed = np.arange(rows.num_pages + 1, dtype=np.int32)
-        renamed[written] = allocator.take(len(written))
-        allocator.share(full.tolist())
-        named.append(renamed)
-    copies = np.concatenate([renamed[written] for renamed in named])
-    k, v = copy_pages((rows.k, rows.v), jnp.asarray(np.tile(written, len(into))), jnp.asarray(copies))
-    at = jnp.asarray(into)
-
-    def of_copies(pages: Int32[Array, "layers R H T"]) -> Int32[Array, "layers R H T"]:
-        own = np.asarray(pages[:, row])
-        return pages.at[:, at].set(jnp.asarray(np.stack([renamed[own] for renamed in named], axis=1)))
-
-    def same(x: Array) -> Array:
-        return x.at[:, at].set(x[:, row, None])
-
-    scored = rows.scored
-    if scored is not None:
-        scored = Scored(same(scored.scores), of_copies(scored.pages), same(scored.bias))
-    return dataclasses.replace(
-        rows,
-        k=k,
-        v=v,
-        pages=of_copies(rows.pages),
-        kept=same(rows.kept),
-        start=rows.start.at[at].set(rows.start[row]),
-        length=rows.length.at[at].set(rows.length[row]),
-        scored=scored,
-    )
 
 
 def _as_pages(x: Float[Array, "B n H d"], b: int) -> Float[Array, "B H pages b d"]:

@@ -1,212 +1,366 @@
-"""Prefill: logits after prompts, the caches they leave, and the source of values that are not finite.
+"""Prompts are read a layer at a time: logits after them, the rows they leave, and the source of values not finite.
 
-A prompt is read in one program (`read_prompts`), or in several, each of neighbouring layers: `begin_reading`,
-`read_layers` from the first layer to the last, `end_reading`.
+Reading is a loop of the host over layers, which share a program where the method treats them alike; inside a caller's
+jit the same functions are traced (DESIGN section 5).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.engine.cache import CacheLayout, PagedCache
+from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, mean_of_devices, on_host
+from tca_jax.engine.mesh import (
+    CACHES,
+    LAYER_WEIGHTS,
+    ROWS,
+    SAME,
+    SECOND_HEADS,
+    OverMesh,
+    heads_of,
+    mean_of_devices,
+    on_host,
+    rows_of_device,
+)
+from tca_jax.engine.pages import Rows
 from tca_jax.errors import UserError
-from tca_jax.methods.base import Attended, Heads, Method, last_queries, selection_for_prefill
-from tca_jax.methods.pairs import causal_pairs, selected_pairs
-from tca_jax.methods.regions import Selected
-from tca_jax.models.names import parameters
+from tca_jax.methods.base import Attended, CachePolicy, Heads, Method, last_queries, selection_for_prefill
+from tca_jax.methods.full import BASELINE
+from tca_jax.methods.pairs import causal_pairs
+from tca_jax.methods.regions import Regions
+from tca_jax.methods.scored import BlockMeans, ScoredCache, ScoredPrefill
+from tca_jax.models.names import MODEL, parameters
+from tca_jax.models.sharding import DATA
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
-from tca_jax.pallas_kernels.kv import Pages
-from tca_jax.pallas_kernels.paged_attention import paged_attention
+from tca_jax.pallas_kernels.kv import Pool, num_bytes
+from tca_jax.pallas_kernels.numerics import cdiv, round_up
+from tca_jax.programs import Program
 
 
-class Read(NamedTuple):
-    """Result of `read_prompts`."""
-
-    logits: Float[Array, "B V"]  # of the token behind each prompt, float32 `[B, V]`
-    cache: PagedCache | None  # what stays of the prompts; None unless a layout was given
-    # Share of each prompt's causal pairs (query, key) that its queries attended to, float32 `[B]`.
-    attended_share: Float32[Array, " B"]
-    hidden: Float[Array, "B L D"] | None  # the decoder's output of all tokens, `[B, L, D]`; None unless `keep_hidden`
-
-
-class Reading(NamedTuple):
-    """Prompts between layers; `[B, m, D]` after the last one if it needs `tail_queries` only."""
-
-    x: Float[Array, "B _ D"]  # the residual stream, `[B, L, D]`
-    lengths: Int[Array, " B"]  # true lengths, `[B]`
-    # Shares of causal pairs as in `Read.attended_share`, summed over the layers so far, float32 `[B]`.
-    shares: Float32[Array, " B"]
-
-
-def read_prompts(
-    lm: LM,
-    tokens: Int[Array, "B L"],  # prompts, right-padded
-    lengths: Int[Array, " B"],  # true lengths, at least 1
-    layout: CacheLayout | None,  # of the cache that is filled; None for none
-    *,
-    keep_hidden: bool = False,  # whether `Read.hidden` is wanted
-    backend: Backend = "auto",
-) -> Read:
-    """Runs the model over prompts."""
-    if (reader := own_reader(lm, layout)) is not None:
-        return reader(lm, tokens, lengths, layout, keep_hidden=keep_hidden, backend=backend)
-    begun = begin_reading(lm, tokens, lengths, layout)
-    layers = 0, lm.config.num_layers
-    reading, cache = read_layers(lm, *begun, layers, layout, keep_hidden=keep_hidden, backend=backend)
-    return end_reading(lm, reading, cache, keep_hidden=keep_hidden)
+def empty_rows(lm: LM, layout: CacheLayout, more_pages: int = 0) -> Rows:
+    """Rows for what a layout plans; on a mesh, those of a device."""
+    policy, b = lm.method.cache, layout.block_size
+    scored = isinstance(policy, ScoredCache)
+    means = mean_columns(policy, layout.prompt_tokens + layout.window_columns * b)
+    return Rows.create(
+        layout.num_layers,
+        layout.batch,
+        layout.num_kv_heads,
+        pages=num_pages(lm, layout) + more_pages,
+        columns=max(layout.kept_columns),
+        window_pages=layout.num_window_pages,
+        mean_pages=means if scored else None,
+        page_size=b,
+        head_dim=lm.config.head_dim,
+        dtype=lm.cache_dtype,
+    )
 
 
-def own_reader(lm: LM, layout: CacheLayout | None) -> Callable[..., Read] | None:
-    """The method's own way of reading prompts, in one program; None where these are read layer by layer."""
-    return lm.method.cache.reader if layout is not None and layout.has_ranked_blocks else None
+def mean_columns(policy: CachePolicy, tokens: int) -> int:
+    """Pages of a head's means of so many tokens."""
+    return cdiv(tokens, policy.block_size**2) if isinstance(policy, ScoredCache) and policy.means else 0
 
 
-def begin_reading(
-    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], layout: CacheLayout | None
-) -> tuple[Reading, PagedCache | None]:
-    """Prompts in front of the first layer, and an empty cache. Arguments are those of `read_prompts`."""
-    cache = None if layout is None else layout.empty(lm.config.head_dim, lm.cache_dtype, layout.window_start(lengths))
-    return Reading(lm.decoder.embed(tokens), lengths, jnp.zeros(lengths.shape, jnp.float32)), cache
+def num_pages(lm: LM, layout: CacheLayout) -> int:
+    """Pages of rows that a layout plans; on a mesh, of a device."""
+    means = mean_columns(lm.method.cache, layout.prompt_tokens + layout.window_columns * layout.block_size)
+    return layout.num_pages + layout.batch * layout.num_layers * layout.num_kv_heads * means
 
 
-def read_layers(
-    lm: LM,
-    reading: Reading,  # the prompts, in front of these layers
-    cache: PagedCache | None,  # with the layers before these in it; None without a layout
-    layers: tuple[int, int],  # the first of them, and the one behind the last; static
-    layout: CacheLayout | None,
-    *,
-    keep_hidden: bool = False,
-    backend: Backend = "auto",
-) -> tuple[Reading, PagedCache | None]:
-    """Runs some layers over prompts.
+def page_bytes(lm: LM) -> int:
+    """Bytes of a page, keys and values."""
+    return 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
 
-    Returns:
-        The prompts behind these layers, and the cache with what stays of them.
+
+def full_bytes(lm: LM, starts: Sequence[int], times: int, ends: Sequence[int]) -> int:
+    """Bytes of the pages of rows under full attention, on all devices together.
+
+    Args:
+        lm: The model.
+        starts: Tokens before each prompt, of which `times` side by side share what they continue.
+        times: Prompts that share it.
+        ends: Tokens of each row; those of a prompt side by side.
     """
-    (x, lengths, shares), (first, end) = reading, layers
-    last_layer = lm.config.num_layers - 1
-    tail = None if keep_hidden else tail_queries(lm.method, last_layer)
-
-    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Float32[Array, " B"]]:
-        nonlocal cache
-        heads = heads_of(lm.head_shards, layer, k.shape[2])
-        if layout is None or cache is None:
-            # Counted before the model goes on: lists of blocks would stay until then.
-            attended = lm.method.prefill.attend(layer, heads, q, k, v, lengths, None, backend)
-            out, pairs = jax.lax.optimization_barrier(attended)
-            return out, pairs
-        last = tail is not None and layer == last_layer
-        sizes = lengths, layout, cache, backend
-        (out, pairs), cache = prefill_layer(lm.method, layer, heads, q, k, v, *sizes, last_query=last)
-        return out, pairs
-
-    positions = jnp.minimum(jnp.arange(x.shape[1]), lengths[:, None] - 1)
-    states = (None,) * (end - first)
-    x, pairs = lm.decoder.run_layers(x, positions, attention, states, first=first, lengths=lengths, tail=tail)
-    of_layers = sum(attended / causal_pairs(lengths) for attended in pairs)
-    return Reading(x, lengths, shares + mean_of_devices(of_layers, lm.head_shards)), cache
+    b, c, rows = BASELINE.cache.block_size, lm.config, len(ends) // len(starts)
+    if len(ends) == len(starts) and times == 1:  # a row goes on in the pages that it has
+        pages = sum(cdiv(end, b) for end in ends)
+    else:
+        shared = sum(start // b for start in starts[::times])
+        pages = shared + sum(cdiv(end, b) - starts[i // rows] // b for i, end in enumerate(ends))
+    return pages * c.num_layers * c.num_kv_heads * 2 * num_bytes(b, c.head_dim, lm.cache_dtype)
 
 
-def end_reading(lm: LM, reading: Reading, cache: PagedCache | None, *, keep_hidden: bool = False) -> Read:
-    """Result of prefill after all layers have run; arguments are those of `read_layers`."""
-    (x, lengths, shares), layers = reading, lm.config.num_layers
-    hidden = lm.decoder.final_norm(x)
-    tail = None if keep_hidden else tail_queries(lm.method, layers - 1)
-    last = hidden[:, -1] if tail is not None else hidden[jnp.arange(len(lengths)), lengths - 1]
-    return Read(lm.decoder.logits(last), cache, shares / layers, hidden if keep_hidden else None)
+def pages_of_forks(lm: LM, rows: int, prompt_tokens: int, fed_tokens: int) -> int:
+    """Pages that rows need beside those of the rows that they continue; on a mesh, of a device."""
+    layout, policy = lm.following_layout(rows, prompt_tokens, fed_tokens), lm.method.cache
+    begun = int(max(lm.cache_layout(1, prompt_tokens, fed_tokens).kept_columns) > 0)  # of kept tokens
+    if isinstance(policy, ScoredCache) and policy.means:
+        begun += 1 + mean_columns(policy, fed_tokens + policy.block_size)
+    return layout.num_pages + rows * layout.num_layers * layout.num_kv_heads * begun
 
 
-def prefill_layer(
+class ReadRows(NamedTuple):
+    """Prompts that were read."""
+
+    logits: Float32[Array, "B V"]  # of the token after each
+    rows: Rows
+    attended_share: Float32[Array, " B"]  # of each prompt's causal pairs
+    calls: Calls
+
+
+class Calls:
+    """Calls of programs: compiled ahead of time, or traced into a caller's."""
+
+    def __init__(self, *, traced: bool = False) -> None:
+        self._traced = traced
+        self.compile_seconds = 0.0
+
+    def __call__(self, program: Program, *args: Any, **static: Any) -> Any:
+        """Calls a program, and counts the seconds that compiling it took."""
+        if self._traced:
+            return program.function(*args, **static)
+        executable, seconds = program.prepare(*args, **static)
+        self.compile_seconds += seconds
+        return executable(*args)
+
+
+def read(
+    lm: LM,
+    tokens: Int[Array, "B L"],  # right-padded
+    lengths: Int[Array, " B"],
+    most: Int[Array, " B"],  # tokens that the rows will have
+    layout: CacheLayout,  # of the rows
+    *,
+    more_pages: int = 0,  # for rows that will continue these
+    backend: Backend = "auto",
+) -> ReadRows:
+    """Reads prompts into rows, a layer at a time."""
+    calls = Calls(traced=isinstance(tokens, jax.core.Tracer))
+    lm = lm.for_programs()
+    if lm.method.cache.reader is not None and layout.has_ranked_blocks:
+        return lm.method.cache.reader(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
+    x, shares, rows = run_layers(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
+    logits, shares = calls(_end_program, lm, x, lengths, shares)
+    return ReadRows(logits, rows, shares, calls)
+
+
+def run_layers(
+    lm: LM,
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, " B"],
+    most: Int[Array, " B"],
+    layout: CacheLayout | None,  # None: nothing is kept
+    calls: Calls,
+    *,
+    more_pages: int = 0,
+    backend: Backend = "auto",
+) -> tuple[Float[Array, "B L D"], Float32[Array, " B"], Any]:
+    """The stream after all layers, attended shares summed over them, and the rows; arguments are those of `read`."""
+    x, cos, sin, shares, rows = calls(_begin_program, lm, tokens, lengths, layout=layout, more_pages=more_pages)
+    bare = lm.without_weights()
+    options: dict[str, Any] = {"graphdef": lm.layer_graphdef, "layout": layout, "backend": backend}
+    for layer in range(lm.config.num_layers):
+        given = lm.layer_params(layer), x, shares, rows, cos, sin, lengths, most, jnp.int32(layer)
+        x, shares, rows = calls(_read_program, bare, *given, **options, layer=static_layer(lm.method, layer))
+    return x, shares, rows
+
+
+def static_layer(method: Method, layer: int) -> int | None:
+    return layer if method.layers_differ else None
+
+
+def _begin(
+    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, layout: CacheLayout | None, more_pages: int
+) -> tuple[Any, ...]:
+    positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
+    shares = jnp.zeros(lengths.shape, jnp.float32)
+    rows = None if layout is None else empty_rows(lm, layout, more_pages)
+    return lm.decoder.embed(tokens), *lm.decoder.angles(positions), shares, rows
+
+
+def _end(
+    lm: LM, x: Float[Array, "B L D"], lengths: Int[Array, " B"], shares: Float32[Array, " B"]
+) -> tuple[Float32[Array, "B V"], Float32[Array, " B"]]:
+    last = x[jnp.arange(len(lengths)), lengths - 1]
+    logits = lm.decoder.logits(lm.decoder.final_norm(last))
+    return logits, mean_of_devices(shares, lm.head_shards) / lm.config.num_layers
+
+
+def _read_layer(
+    lm: LM,  # without weights
+    weights: Any,  # of the layer
+    x: Float[Array, "B L D"],
+    shares: Float32[Array, " B"],
+    rows: Rows | None,
+    cos: Array,
+    sin: Array,
+    lengths: Int[Array, " B"],
+    most: Int[Array, " B"],
+    number: Int[Array, ""],
+    *,
+    graphdef: Any,
+    layout: CacheLayout | None,
+    backend: Backend,
+    layer: int | None,  # the number where the method's programs differ between layers
+) -> tuple[Array, Array, Rows | None]:
+    """One layer of prompts: the stream and the attended shares after it, and its tokens in pages of rows."""
+    module, index, method = nnx.merge(graphdef, weights), number if layer is None else layer, lm.method
+    policy, settings, scores = method.cache, lm.settings_of(index), None
+    if isinstance(policy, ScoredCache):
+        settings = policy.of_heads(settings, heads_of(lm.head_shards, index, lm.config.num_kv_heads))
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        scores = policy.score(settings, module.attention_norm(x), positions)
+
+    def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Array, Rows | None]]:
+        if isinstance(policy, ScoredCache):
+            attended, written = _attend_scored(method, policy, settings, q, k, v, scores, lengths, layout, backend)
+        else:
+            heads = heads_of(lm.head_shards, index, k.shape[2])
+            attended, written = _attend_selected(method, layer or 0, heads, q, k, v, lengths, layout, backend)
+        if rows is None:
+            (out, pairs), filled = attended, None
+            return out, (pairs, filled)
+        at = jnp.arange(len(lengths))
+        filled = rows.with_prompts(index, at, written.kept, k, v, lengths, most, scores, written.means)
+        # The pages are filled before the model goes on: left to itself the compiler keeps all layers' k and v.
+        (out, pairs), filled = jax.lax.optimization_barrier((attended, filled))
+        return out, (pairs, filled)
+
+    x, (pairs, filled), _ = module(x, cos, sin, attention, None)
+    return x, shares + pairs / causal_pairs(lengths), filled
+
+
+class _Written(NamedTuple):
+    kept: Pool | None
+    means: BlockMeans | None
+
+
+def _attend_selected(
     method: Method,
     layer: int,
     heads: Heads,
-    q: Float[Array, "B M Hq d"],  # rotated queries of whole prompts (M = L)
-    k: Float[Array, "B L Hkv d"],  # rotated keys; `v` the values
-    v: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],  # true prompt lengths, at least 1
-    layout: CacheLayout,  # of the cache, for prompts of L tokens
-    cache: PagedCache,  # with the layers before this one in it
-    backend: Backend = "auto",
-    *,
-    last_query: bool = False,  # whether only the last query is answered
-) -> tuple[Attended, PagedCache]:
-    """Attention of prompts in a layer, and the cache with their kept tokens and window.
-
-    Returns:
-        Attention, its output `[B, M, H_q, d]` (zero past a length), and the cache. With `last_query` the pairs are
-        those that all queries of the prompts would have attended to, by what is selected for them.
-    """
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    layout: CacheLayout | None,
+    backend: Backend,
+) -> tuple[Attended, _Written]:
     policy, kept, readable = method.cache, None, None
-    if layout.has_ranked_blocks:
-        queries = q if last_query else last_queries(q, lengths, policy.num_queries)
+    if layout is not None and layout.has_ranked_blocks:
+        queries = last_queries(q, lengths, policy.num_queries)
         selection = policy.select(layer, heads, queries, k, v, lengths, backend)
         with jax.named_scope("select"):
             kept = layout.regions(layer).fill(selection, k, v, block_size=layout.block_size, backend=backend)
         readable = selection_for_prefill(method, layer, heads, selection, kept, k, v, backend)
-    cache = cache.with_prompt(layout, layer, None if kept is None else kept.pool, k, v)
-    if last_query:
-        with jax.named_scope("prefill_attention"):
-            out = _attend_last(q, cache.pages(layer), readable, lengths, layout, backend)
-        attended = Attended(out, _selected_pairs(readable, lengths, layout))
-    else:
-        attended = method.prefill.attend(layer, heads, q, k, v, lengths, readable, backend)
-    # The cache is filled before the model goes on. Left to itself the compiler puts that off to the end, and keeps all
-    # layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B. Nor do lists of blocks stay for the sake of
-    # the pairs that they have.
-    return jax.lax.optimization_barrier((attended, cache))
+    attended = method.prefill.attend(layer, heads, q, k, v, lengths, readable, backend)
+    return attended, _Written(None if kept is None else kept.pool, None)
 
 
-def tail_queries(method: Method, layer: int) -> int | None:
-    """Last queries that a prefill needs of its last layer, or None where it needs all of them.
-
-    Where prompt queries attend to what the cache keeps, the last of them can be answered from the cache, and nobody
-    reads what the others would give.
-    """
-    from_cache = method.prefill_reads_cache and method.prefill.answers_from_cache(layer)
-    return method.cache.num_queries if from_cache else None
-
-
-def _attend_last(
-    q: Float[Array, "B M Hq d"],
-    pages: Pages,
-    readable: Selected | None,
-    lengths: Int[Array, " B"],
-    layout: CacheLayout,
+def _attend_scored(
+    method: Method,
+    policy: ScoredCache,
+    settings: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    scores: Float32[Array, "B H L"],
+    lengths: Array,
+    layout: CacheLayout | None,
     backend: Backend,
-) -> Float[Array, "B M Hq d"]:
-    """Attention of each prompt's last query over its window and the tokens selected before it; zeros for other queries.
+) -> tuple[Attended, _Written]:
+    b, (batch, length, heads, _) = policy.block_size, k.shape
+    kept, means = None, None
+    if layout is not None and layout.has_ranked_blocks:
+        edge = (lengths // b * b - policy.window)[:, None, None]
+        stays = policy.stays(settings, scores) & (jnp.arange(length) < edge)
+        with jax.named_scope("select"):
+            regions = Regions.plan(batch, [length] * heads, b, shared=length * heads)
+            kept = regions.fill(policy.selection(stays), k, v, block_size=b, backend=backend).pool
+        if policy.means:
+            means = policy.block_means(k, v, scores, ~policy.stays(settings, scores))
+    if isinstance(method.prefill, ScoredPrefill):
+        attended = method.prefill.attend_scored(settings, q, k, v, scores, lengths, backend)
+    else:
+        attended = method.prefill.attend(0, Heads.all(heads), q, k, v, lengths, None, backend)
+    return attended, _Written(kept, means)
 
-    The selection may hold a block more than is left of this query's window: the one that leaves before the next token.
-    """
-    window = dataclasses.replace(pages, kept=jnp.zeros_like(pages.kept))
-    parts: tuple[Pages, ...] = (window,)
-    if readable is not None:
-        edge = jnp.maximum(0, (lengths - 1) // layout.block_size - layout.window // layout.block_size)
-        left = jnp.arange(readable.budgets.shape[-1]) < edge[:, None, None]
-        kept = jnp.sum(readable.budgets, axis=-1, where=left, dtype=jnp.int32)
-        parts = (window, readable.pages(layout.block_size, kept))
-    last, _ = paged_attention(q[:, -1:], parts, lengths - 1, lengths - 1, window=layout.window, backend=backend)
-    # Not scattered: of one query the scatter's index has no elements, which crashes Shardy (`over_mesh`).
-    return jnp.pad(last, ((0, 0), (q.shape[1] - 1, 0), (0, 0), (0, 0)))
+
+_begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, CACHES)))
+_LAYER = (LAYER_WEIGHTS, ROWS, ROWS, CACHES)  # weights, the stream, and what goes from layer to layer
+_read_program = Program(
+    OverMesh(_read_layer, (*_LAYER, ROWS, ROWS, ROWS, ROWS, SAME), (ROWS, ROWS, CACHES)), donate=(2, 3, 4)
+)
+_end_program = Program(OverMesh(_end, (ROWS, ROWS, ROWS), (ROWS, ROWS)))
 
 
-def _selected_pairs(readable: Selected | None, lengths: Int[Array, " B"], layout: CacheLayout) -> Float32[Array, " B"]:
-    """Causal pairs of prompts whose queries attend to their windows and to the tokens selected before them."""
-    if readable is None:  # the prompt fits its window
-        return causal_pairs(lengths)
-    sizes = {"block_size": layout.block_size, "window": layout.window}
-    return selected_pairs(readable.budgets, lengths, **sizes).mean(axis=1)
+def _named_pages(lm: LM, rows: Rows) -> Int[Array, "1 1"]:
+    return rows.named_pages()
+
+
+def _compact(lm: LM, rows: Rows, *, pages: int) -> Rows:
+    return rows.compacted(pages)
+
+
+_named_program = Program(OverMesh(_named_pages, (CACHES,), PartitionSpec(DATA, MODEL)))
+_compact_program = Program(OverMesh(_compact, (CACHES,), CACHES))
+
+
+def compacted(lm: LM, rows: Rows, calls: Calls) -> Rows:
+    """The rows in a pool of about the pages that they name."""
+    lm = lm.without_weights()
+    named = int(np.max(on_host(calls(_named_program, lm, rows))))
+    step = max(1, 2 ** (named.bit_length() - 4))  # at most 8 sizes an octave
+    pages = round_up(named, step)
+    return rows if pages >= rows.num_pages else calls(_compact_program, lm, rows, pages=pages)
+
+
+def _fork(
+    lm: LM, pool: Rows, table: Rows, source: Int[Array, " R"], most: Int[Array, " R"], *, sizes: tuple[int, ...]
+) -> Rows:
+    more_pages, columns, window_pages, means = sizes
+    rows = dataclasses.replace(table, k=pool.k, v=pool.v)
+    rows = rows.with_pages(more_pages) if more_pages else rows
+    return rows.with_columns(columns, window_pages, means).forked(source, most)
+
+
+_FORKED: tuple[Any, ...] = (CACHES, CACHES, ROWS, ROWS)
+_fork_program = Program(OverMesh(_fork, _FORKED, CACHES))
+_fork_in_place_program = Program(OverMesh(_fork, _FORKED, CACHES), donate=(1,))
+
+
+def fork(
+    lm: LM,
+    rows: Rows,
+    times: int,  # rows that continue each
+    most: Int[Array, " R"],  # tokens that they will have
+    prompt_tokens: int,  # most tokens that they have now; static
+    fed_tokens: int,  # most tokens that follow; static
+    calls: Calls,
+    *,
+    private: bool,  # whether the pool has room for it, and nobody needs `rows` any more
+) -> Rows:
+    """Rows that continue others, side by side; they share what they do not write to."""
+    of_device = rows_of_device(lm, len(most), "rows")
+    layout = lm.cache_layout(of_device, prompt_tokens, fed_tokens)
+    pages = 0 if private else pages_of_forks(lm, of_device, prompt_tokens, fed_tokens)
+    means = mean_columns(lm.method.cache, prompt_tokens + layout.window_columns * layout.block_size)
+    sizes = pages, max(layout.kept_columns), layout.num_window_pages, means
+    source = jnp.tile(jnp.repeat(jnp.arange(of_device // times), times), len(most) // of_device)
+    program = _fork_in_place_program if private else _fork_program
+    nothing = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
+    pool, table = dataclasses.replace(rows, **nothing), dataclasses.replace(rows, k=None, v=None)
+    return calls(program, lm.without_weights(), pool, table, source, most, sizes=sizes)
 
 
 def require_finite(

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.cache import PagedCache, require_memory
+from tca_jax.engine.cache import require_memory
 from tca_jax.engine.contexts import AppendedPrompts, Context
-from tca_jax.engine.decode import APPENDED, PROMPTS, STARTED, STATE, DecodingState, decode, prefill, resume, row_keys
+from tca_jax.engine.decode import DecodingState, begin_program, decode_program, row_keys
+from tca_jax.engine.extend import feed
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
+from tca_jax.engine.mesh import on_host, rows_of_device
 from tca_jax.engine.prompts import (
     bucket_length,
     decode_continuation,
@@ -26,17 +27,10 @@ from tca_jax.engine.prompts import (
     require_positions,
     require_tokenizer,
 )
-from tca_jax.engine.read import require_finite
+from tca_jax.engine.read import Calls, fork, full_bytes, num_pages, page_bytes, pages_of_forks, read, require_finite
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserTypeError, check_integer, check_seed, require
-from tca_jax.methods.full import BASELINE
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
-from tca_jax.programs import Program
-
-_prefill = Program(OverMesh(prefill, PROMPTS, STARTED))
-_resume = Program(OverMesh(resume, APPENDED, STATE))
-# What answers share is read alone: it goes into programs and does not come out, so that no program copies it.
-_decode = Program(OverMesh(decode, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +180,7 @@ def certain_characters(answer: Answer, stop: Sequence[str], *, finished: bool) -
 
 @dataclasses.dataclass
 class Request:
-    """The state of a call on the host; what is on the device is a `DecodingState`, and the cache that answers share."""
+    """The state of a call on the host; what is on the device is a `DecodingState`."""
 
     lm: LM
     appended: AppendedPrompts | None
@@ -205,7 +199,6 @@ class Request:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     _step: Callable[..., DecodingState] | None = None
-    shared: PagedCache | None = None
 
     @classmethod
     def create(
@@ -254,7 +247,7 @@ class Request:
             backend=kernels,
             **vars(options),
         )
-        require_memory(request.kv_cache_bytes(lm), f"{request.rows} answers of up to {max_new_tokens} tokens")
+        require_memory(request.kv_cache_bytes(), f"{request.rows} answers of up to {max_new_tokens} tokens")
         return request
 
     @functools.cached_property
@@ -281,27 +274,36 @@ class Request:
         """Tokens that answers have room for: a bucket, so that another `max_new_tokens` seldom compiles anything."""
         return bucket_length(self.max_new_tokens)
 
-    def kv_cache_bytes(self, lm: LM) -> int:
-        """Bytes of all caches of the call under `lm`'s method, on each device: what answers share, and their own."""
+    def kv_cache_bytes(self) -> int:
+        """Bytes of all pages that the call may use, on each device."""
+        lm = self.lm
         prompts, fed = rows_of_device(lm, len(self.prompt_ids), "prompts"), self.room - 1
-        rows, size = prompts * self.num_samples, (lm.config.head_dim, self.lm.cache_dtype)
-        if self.context is not None and self.appended is not None:
-            columns, held = self.appended.tokens.shape[1], self.context.tokens.shape[1]
-            own = lm.following_layout(rows, held, columns + fed).num_bytes(*size)
-            if lm.method == self.lm.method:
-                return own + self.context.num_bytes // self.context.num_devices
-            return own + lm.cache_layout(rows_of_device(lm, self.context.batch, "rows"), held).num_bytes(*size)
-        columns = bucket_length(max(map(len, self.prompt_ids)))
+        rows, context = prompts * self.num_samples, self.context
+        if context is None or self.appended is None:
+            columns = bucket_length(max(map(len, self.prompt_ids)))
+            pages = num_pages(lm, lm.cache_layout(prompts, columns, fed if self.num_samples == 1 else 0))
+            return page_bytes(lm) * (pages + self._fork_pages(lm, columns))
+        held, columns = context.tokens.shape[1], self.appended.tokens.shape[1]
+        own = page_bytes(lm) * pages_of_forks(lm, rows, held, columns + fed)
+        return own + context.num_bytes // context.num_devices
+
+    def _fork_pages(self, lm: LM, columns: int) -> int:
+        """Pages of rows that continue prompts with several answers."""
         if self.num_samples == 1:
-            return lm.cache_layout(prompts, columns, fed).num_bytes(*size)
-        return lm.cache_layout(prompts, columns).num_bytes(*size) + lm.following_layout(rows, columns, fed).num_bytes(
-            *size
-        )
+            return 0
+        rows = rows_of_device(lm, len(self.prompt_ids), "prompts") * self.num_samples
+        return pages_of_forks(lm, rows, columns, self.room - 1)
 
     @property
     def full_kv_cache_bytes(self) -> int:
-        """Bytes of the call's caches under full attention, on each device."""
-        return self.kv_cache_bytes(self.lm.with_method(BASELINE))
+        """Bytes of the pages that the call would use under full attention, on all devices."""
+        fed = self.room - 1
+        if self.appended is None:
+            starts, ends, times = [len(ids) for ids in self.prompt_ids], [len(ids) for ids in self.prompt_ids], 1
+        else:
+            starts, times = self.appended.starts, len(self.prompt_ids) // self.appended.context.batch
+            ends = [start + len(ids) for start, ids in zip(starts, self.prompt_ids, strict=True)]
+        return full_bytes(self.lm, starts, times, [end + fed for end in ends for _ in range(self.num_samples)])
 
     def start(self) -> DecodingState:
         """Prefill and the first token.
@@ -309,45 +311,46 @@ class Request:
         Raises:
             ValueError: the model computes NaN or infinity; names the layer.
         """
-        program, args = self._prepare_start()
-        start = time.perf_counter()
-        state = self._started(jax.block_until_ready(program(*args)))
-        self.prefill_seconds = time.perf_counter() - start
+        calls, begun = Calls(), time.perf_counter()
+        state = jax.block_until_ready(self._begin(calls))
+        self.prefill_seconds = time.perf_counter() - begun - calls.compile_seconds
+        self.compile_seconds += calls.compile_seconds
         finite = on_host(state.finite)[:: self.num_samples]
         if not finite.all():
             require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
         return self._end_at_stop_strings(state)
 
-    def _started(self, results: Any) -> DecodingState:
-        """The state of what the first program returned; notes the cache that answers share."""
-        if self.context is not None:
-            self.shared = self.context.cache
-            return results
-        state, self.shared = results
-        return state
-
-    def _prepare_start(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The program that reads the prompts and draws the first token, and its arguments."""
+    def _begin(self, calls: Calls) -> DecodingState:
+        """Reads the prompts and draws the first token of every answer."""
+        lm, samples, fed, shares = self._program_lm, self.num_samples, self.room - 1, None
+        if self.appended is None:
+            tokens, lengths = map(jnp.asarray, pad_tokens(self.prompt_ids, lm.pad_token_id))
+            columns, own = tokens.shape[1], fed if samples == 1 else 0
+            layout = lm.cache_layout(rows_of_device(lm, len(lengths), "prompts"), columns, own)
+            options: dict[str, Any] = {"more_pages": self._fork_pages(lm, columns), "backend": self.backend}
+            logits, rows, shares, reading = read(lm, tokens, lengths, lengths + own, layout, **options)
+            calls.compile_seconds += reading.compile_seconds
+        else:
+            appended = self.appended
+            rows, starts = appended.rows(lm, fed if samples == 1 else 0, calls)
+            rows, logits, _ = feed(lm, rows, appended.tokens, starts, appended.lengths, calls, backend=self.backend)
+            lengths, columns = starts + appended.lengths, appended.context.tokens.shape[1] + appended.tokens.shape[1]
+        if samples > 1:
+            lengths = jnp.repeat(lengths, samples)
+            private = self.appended is None
+            rows = fork(lm, rows, samples, lengths + fed, columns, fed, calls, private=private)
+        held = None
+        if self.sampling.repetition_penalty is not None:
+            held = tuple(map(jnp.asarray, self._whole_prompts()))
         drawing = (
             row_keys(jax.random.key(self.seed), self.rows),
+            shares,
             self.sampling,
             jnp.asarray(self.stop_tokens, jnp.int32),
             jnp.int32(self.min_new_tokens) if self.min_new_tokens else None,
         )
-        static: dict[str, Any] = {"new_tokens": self.room, "logprobs": self.logprobs, "backend": self.backend}
-        context, appended = self.context, self.appended
-        where: tuple[Any, ...]
-        if context is None or appended is None:
-            first, where = _prefill, tuple(map(jnp.asarray, pad_tokens(self.prompt_ids, self.lm.pad_token_id)))
-        else:
-            held = context.tokens if self.sampling.repetition_penalty is not None else None
-            lengths = (context.lengths, appended.lengths, context.prompt_lengths)
-            first, where = _resume, (context.cache, held, appended.tokens, *lengths)
-            static["context_tokens"] = context.tokens.shape[1]
-        args = (self._program_lm, *where, *drawing)
-        program, seconds = first.prepare(*args, **static)
-        self.compile_seconds += seconds
-        return program, args
+        static = {"new_tokens": self.room, "logprobs": self.logprobs}
+        return calls(begin_program, lm, rows, logits, lengths, held, *drawing, **static)
 
     def _whole_prompts(self) -> tuple[np.ndarray, np.ndarray]:
         """What each row reads, a context included, padded."""
@@ -361,15 +364,15 @@ class Request:
         limit = jnp.int32(min(self.steps(state) + steps, self.max_new_tokens))
         step = self.prepare_step(state)
         start = time.perf_counter()
-        state = jax.block_until_ready(step(self._program_lm, state, self.shared, limit, self.sampling))
+        state = jax.block_until_ready(step(self._program_lm, state, limit, self.sampling))
         self.decode_seconds += time.perf_counter() - start
         return self._end_at_stop_strings(state)
 
     def prepare_step(self, state: DecodingState) -> Callable[..., DecodingState]:
         """The program of decoding steps, compiled at the first call."""
         if self._step is None:
-            args = (self._program_lm, state, self.shared, jnp.int32(self.max_new_tokens), self.sampling)
-            self._step, seconds = _decode.prepare(*args, backend=self.backend)
+            args = (self._program_lm, state, jnp.int32(self.max_new_tokens), self.sampling)
+            self._step, seconds = decode_program.prepare(*args, backend=self.backend)
             self.compile_seconds += seconds
         return self._step
 

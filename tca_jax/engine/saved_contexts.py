@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.mesh import HeadShards, on_host
+from tca_jax.engine.pages import FreePages, Rows, Scored
 from tca_jax.errors import explaining, require
 from tca_jax.methods.registry import current_types
 from tca_jax.models.config import ModelConfig
@@ -20,11 +20,11 @@ from tca_jax.models.rope import RopeConfig
 from tca_jax.pallas_kernels.kv import CODES, EightBits
 from tca_jax.persistence import load, save
 
-FORMAT_VERSION, _READ_VERSIONS = 3, (2, 3)
+FORMAT_VERSION, _READ_VERSIONS = 4, (2, 3, 4)
 _KIND = "context"
-#: Arrays of a context beside those of its cache.
-OF_ROWS = ("tokens", "lengths", "prompt_lengths", "attended_share")
-_OF_CACHE, _OF_LAYERS = ("start", "end"), ("tables", "kept")
+#: Arrays of a context beside those of its rows.
+OF_ROWS = ("tokens", "lengths", "attended_share")
+_OF_TABLE, _SCORED = ("pages", "kept", "start", "own", "length"), ("scores", "pages", "bias")
 _EIGHT_BITS = ("words", "exponents")
 
 
@@ -41,16 +41,15 @@ class ContextIdentity:
 
 def save_context(directory: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
     """See `Context.save`; `fields` are those of a context."""
-    cache, shards = on_host(fields["cache"]), fields["shards"]
-    rows = {name: fields[name] for name in OF_ROWS}
-    arrays = {name: np.asarray(x) for name, x in {**rows, **_arrays(cache)}.items()}
+    rows, shards = on_host(fields["rows"]), fields["shards"]
+    arrays = {name: np.asarray(x) for name, x in {name: fields[name] for name in OF_ROWS}.items()} | _arrays(rows)
     metadata = {
         "format_version": FORMAT_VERSION,
         "identity": dataclasses.asdict(fields["identity"]),
-        "layout": dataclasses.asdict(fields["layout"]),
+        "window": fields["window"],
+        "window_pages": rows.window_pages,
         "shards": None if shards is None else dataclasses.asdict(shards),
-        "kept_columns": cache.kept_columns,
-        "dtype": cache.dtype.name,
+        "dtype": rows.k.dtype.name,
         "library_version": importlib.metadata.version("tca-jax"),
     }
     # As bytes: NumPy has no bfloat16 of its own, and what is read back must be what was written, bit for bit.
@@ -72,20 +71,15 @@ def load_context(directory: str | os.PathLike[str]) -> dict[str, Any]:
         return _context(metadata, arrays)
 
 
-def _arrays(cache: PagedCache) -> dict[str, Any]:
-    """All arrays of a cache by name."""
-    arrays = {name: getattr(cache, name) for name in _OF_CACHE} | _stored_arrays(cache)
-    for name in _OF_LAYERS:
-        arrays |= {f"{name}.{layer}": x for layer, x in enumerate(getattr(cache, name))}
-    return arrays
-
-
-def _stored_arrays(cache: PagedCache) -> dict[str, Any]:
-    """The arrays of keys and values by name."""
-    if cache.dtype != CODES:
-        return {"k": cache.k, "v": cache.v}
-    parts = {"k": cache.k, "v": cache.v}
-    return {f"{name}.{part}": getattr(x, part) for name, x in parts.items() for part in _EIGHT_BITS}
+def _arrays(rows: Rows) -> dict[str, Any]:
+    """All arrays of rows by name; those of a table with two axes more on a mesh."""
+    arrays = {name: getattr(rows, name) for name in _OF_TABLE}
+    if rows.scored is not None:
+        arrays |= {f"scored.{name}": getattr(rows.scored, name) for name in _SCORED}
+    parts = {"k": rows.k, "v": rows.v}
+    if rows.k.dtype != CODES:
+        return arrays | parts
+    return arrays | {f"{name}.{part}": getattr(x, part) for name, x in parts.items() for part in _EIGHT_BITS}
 
 
 def _stored(arrays: Mapping[str, Any], name: str, dtype: jnp.dtype) -> Any:
@@ -97,19 +91,52 @@ def _stored(arrays: Mapping[str, Any], name: str, dtype: jnp.dtype) -> Any:
 
 
 def _context(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    dtype, layout = jnp.dtype(metadata["dtype"]), _made(CacheLayout, metadata["layout"])
-    shards = metadata.get("shards")  # not in version 2, whose contexts are all of one device
+    dtype, shards = jnp.dtype(metadata["dtype"]), metadata.get("shards")
     shards = None if shards is None else _made(HeadShards, shards)
-    k, v = (_stored(arrays, name, dtype) for name in ("k", "v"))
-    tables, kept = (tuple(arrays[f"{name}.{layer}"] for layer in range(layout.num_layers)) for name in _OF_LAYERS)
-    start, end = (arrays[name] for name in _OF_CACHE)
-    cache = PagedCache(k, v, tables, kept, start, end, _tuples(metadata["kept_columns"]))
-    rows = {name: arrays[name] for name in OF_ROWS}
-    rows["attended_share"] = rows["attended_share"].view(np.float32)
+    pools = [_stored(arrays, name, dtype) for name in ("k", "v")]
+    if metadata["format_version"] == FORMAT_VERSION:
+        window, window_pages = metadata["window"], metadata["window_pages"]
+        table = {name: arrays[name] for name in _OF_TABLE}
+        scored = Scored(*(arrays[f"scored.{name}"] for name in _SCORED)) if "scored.pages" in arrays else None
+    else:
+        window, scored = metadata["layout"]["window"], None
+        table, window_pages = _table_of_layers(metadata["layout"], arrays, pools[0].shape[-3])
+    lead = table["start"].shape[:-1]  # of a mesh
+    free = FreePages(np.zeros((*lead, 0), np.int32), np.zeros(lead, np.int32))
+    rows = Rows(*pools, free, **table, scored=scored, window_pages=window_pages)
+    of_rows = {name: arrays[name] for name in OF_ROWS}
+    of_rows["attended_share"] = of_rows["attended_share"].view(np.float32)
     own = dict(metadata["identity"])
     config = _made(ModelConfig, {**own["config"], "rope": _made(RopeConfig, own["config"]["rope"])})
     own |= {"config": config, "method_description": current_types(own["method_description"])}
-    return {"identity": _made(ContextIdentity, own), "cache": cache, "layout": layout, "shards": shards, **rows}
+    identity = _made(ContextIdentity, own)
+    return {"identity": identity, "rows": rows, "window": window, "shards": shards, **of_rows}
+
+
+def _table_of_layers(layout: Mapping[str, Any], arrays: Mapping[str, Any], pages: int) -> tuple[dict[str, Any], int]:
+    """The table of a context of format 2 or 3, which has arrays for each layer, and the pages of a window."""
+    layers, b = len(layout["kept_pages"]), layout["block_size"]
+    tables, kept = ([arrays[f"{name}.{layer}"] for layer in range(layers)] for name in ("tables", "kept"))
+    columns = [max(max(of_device) for of_device in of_layer) for of_layer in layout["kept_pages"]]
+    start, lengths = arrays["start"], arrays["lengths"].astype(np.int32)
+    mesh = start.ndim > 1
+    if mesh:  # its rows are those of devices on "data", alike on "model"
+        lengths = np.broadcast_to(lengths.reshape(start.shape[0], 1, -1), start.shape)
+    most, count = max(columns), min(layout["window"] // b + 1, layout["window_columns"])
+    # A block that had left the window, and whose tokens were kept, could still be in it.
+    left = np.maximum(lengths // b * b - layout["window"], 0)
+    same = arrays["prompt_lengths"].astype(np.int32).reshape(lengths.shape) == lengths if not mesh else True
+    first = np.where(same, left, start) if not mesh else left
+    named = []
+    for table, own in zip(tables, columns, strict=True):
+        part, window = np.split(table, [own], axis=-1)
+        place = (first - start)[..., None, None] // b + np.arange(count)
+        window = np.take_along_axis(window, np.minimum(place, window.shape[-1] - 1) + 0 * window[..., :1], axis=-1)
+        wide = np.pad(part, (*((0, 0),) * (part.ndim - 1), (0, most - own)), constant_values=pages)
+        named.append(np.concatenate([wide, window], axis=-1))
+    axis = 2 if mesh else 0
+    table = {"pages": np.stack(named, axis=axis), "kept": np.stack(kept, axis=axis)}
+    return table | {"start": first, "own": np.zeros_like(first), "length": lengths}, count
 
 
 def _made(kind: Any, fields: Mapping[str, Any]) -> Any:

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.engine.cache import CacheLayout, PagedCache, require_memory, shared_and_own
+from tca_jax.engine.cache import require_memory
 from tca_jax.engine.contexts import AppendedPrompts, Context
-from tca_jax.engine.extend import align, extend, num_columns
+from tca_jax.engine.extend import align, feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
+from tca_jax.engine.mesh import ROWS, OverMesh, mean_of_devices, on_host, rows_of_device
 from tca_jax.engine.prompts import (
     Prompt,
     encode_continuation,
@@ -24,7 +24,7 @@ from tca_jax.engine.prompts import (
     pad_tokens,
     require_positions,
 )
-from tca_jax.engine.read import read_prompts, require_finite
+from tca_jax.engine.read import Calls, fork, num_pages, page_bytes, pages_of_forks, read, require_finite, run_layers
 from tca_jax.errors import check_integer, require
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
@@ -83,9 +83,10 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
         require(2 <= n <= most, f"texts[{i}] has {n} tokens: {allowed}")
     rows_of_device(lm, len(ids), "texts")
     padded, lengths = pad_tokens(ids, lm.pad_token_id)
-    args = (lm.for_programs(), jnp.asarray(padded), jnp.minimum(lengths, lm.config.max_context))
-    program, _ = _score.prepare(*args, top=int(top_logprobs), backend=kernels)
-    logprobs, shares, likeliest = on_host(program(*args))
+    calls, tokens, places = Calls(), jnp.asarray(padded), jnp.minimum(lengths, lm.config.max_context)
+    x, shares, _ = run_layers(lm.for_programs(), tokens, places, places, None, calls, backend=kernels)
+    found = calls(_score, lm.for_programs(), x, tokens, shares, top=int(top_logprobs))
+    logprobs, shares, likeliest = on_host(found)
     rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
     require_finite(lm, padded, lengths, np.array([np.isfinite(row).all() for row in rows]), "texts")
     if likeliest is None:
@@ -100,16 +101,15 @@ def _pairs(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[list[tuple
     return [list(zip(*of_position, strict=True)) for of_position in both]
 
 
-def logprobs_of(
-    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, top: int = 0, backend: Backend = "auto"
+def _score_layers(
+    lm: LM, x: Float[Array, "B L D"], tokens: Int[Array, "B L"], shares: Float32[Array, " B"], *, top: int
 ) -> tuple[Float32[Array, "B L1"], Float32[Array, " B"], Top | None]:
-    """Log-probability of tokens 1 to L - 1 given all before each, float32 `[B, L - 1]`, arbitrary past a length; the
-    share of each text's pairs that its queries attended to; and the `top` likeliest tokens at each position."""
-    read = read_prompts(lm, tokens, lengths, None, keep_hidden=True, backend=backend)
-    assert read.hidden is not None
-    hidden = read.hidden[:, :-1]
+    """Log-probability of tokens 1 to L - 1 given all before each, arbitrary past a length; the share of each text's
+    pairs that its queries attended to; and the `top` likeliest tokens at each position."""
+    hidden = lm.decoder.final_norm(x[:, :-1])
     logprobs = logprobs_of_hidden(lm.decoder, hidden, tokens[:, 1:])
-    return logprobs, read.attended_share, _top_of_hidden(lm.decoder, hidden, top) if top else None
+    shares = mean_of_devices(shares, lm.head_shards) / lm.config.num_layers
+    return logprobs, shares, _top_of_hidden(lm.decoder, hidden, top) if top else None
 
 
 class TokenScores(NamedTuple):
@@ -193,7 +193,7 @@ def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tok
     return TokenScores(logprobs, jnp.argmax(logits, axis=-1) == tokens)
 
 
-_score = Program(OverMesh(logprobs_of, (ROWS, ROWS), (ROWS, ROWS, ROWS)))
+_score = Program(OverMesh(_score_layers, (ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,16 +296,20 @@ def _behind_prompts(
     if given_lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
         columns = num_columns(int(np.max(places + given_lengths)), block_size)
         fed = jnp.asarray(align(given, held, block_size=block_size, columns=columns))
-    layouts = [lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])]
+    layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
+    columns = 0 if fed is None else fed.shape[1]
+    more = pages_of_forks(lm, layout.batch * times, tokens.shape[1], columns) if columns else 0
+    need = page_bytes(lm) * (num_pages(lm, layout) + more)
+    require_memory(need, f"{len(answers)} answers to {len(ids)} prompts")
+    lm, of_rows = lm.for_programs(), jnp.asarray(lengths)
+    logits, rows, _, calls = read(lm, jnp.asarray(tokens), of_rows, of_rows, layout, more_pages=more, backend=backend)
+    require_finite(lm, tokens, lengths, on_host(jnp.isfinite(logits).all(axis=-1)), "prompts")
+    first, rest = calls(_score_logits, lm, logits, jnp.asarray(given[:, 0])), None
     if fed is not None:
-        layouts.append(lm.following_layout(layouts[0].batch * times, tokens.shape[1], fed.shape[1]))
-    held_bytes = sum(layout.num_bytes(lm.config.head_dim, lm.cache_dtype) for layout in layouts)
-    require_memory(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
-    arrays = (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(given[:, 0]), fed, jnp.asarray(given_lengths))
-    args = (lm.for_programs(), *arrays)
-    program, _ = _read_and_feed.prepare(*args, backend=backend)
-    finite, first, rest = program(*args)
-    require_finite(lm, tokens, lengths, on_host(finite), "prompts")
+        starts, fed_lengths = jnp.asarray(held), jnp.asarray(given_lengths)
+        rows = fork(lm, rows, times, starts + fed_lengths, tokens.shape[1], columns, calls, private=True)
+        hidden = feed(lm, rows, fed, starts, fed_lengths, calls, keep_hidden=True, backend=backend).hidden
+        rest = calls(_score_appended, lm, hidden, fed, starts, fed_lengths)
     first, rest = on_host((first, rest))
     return _joined(first, rest, places, answers)
 
@@ -323,28 +327,9 @@ def _joined(
     return logprobs, (first.greedy & rest.greedy.all(axis=1)).tolist()
 
 
-def _read_and_feed_program(
-    lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    first: Int[Array, " R"],
-    fed: Int[Array, "R S"] | None,
-    fed_lengths: Int[Array, " R"],
-    *,
-    backend: Backend,
-) -> tuple[Bool[Array, " B"], TokenScores, TokenScores | None]:
-    """Which prompts led to finite logits, the scores of each answer's first token `[R]`, and those of the others."""
-    rows, times = first.shape[0], first.shape[0] // tokens.shape[0]
-    read = read_prompts(lm, tokens, lengths, lm.cache_layout(*tokens.shape), backend=backend)
-    assert read.cache is not None
-    firsts = scores_of_logits(jnp.repeat(read.logits, times, axis=0), first)
-    finite = jnp.isfinite(read.logits).all(axis=-1)
-    if fed is None:
-        return finite, firsts, None
-    starts = jnp.repeat(lengths, times)
-    shared, own = shared_and_own(read.cache, lm.following_layout(rows, tokens.shape[1], fed.shape[1]), starts)
-    hidden = extend(lm, shared, own, fed, starts, fed_lengths, starts, keep_hidden=True, backend=backend).hidden
-    return finite, firsts, scores_of_appended(lm, hidden, fed, starts, fed_lengths)
+def _scores_of_first(lm: LM, logits: Float32[Array, "B V"], first: Int[Array, " R"]) -> TokenScores:
+    """Scores of each answer's first token; R / B answers side by side belong to a prompt."""
+    return scores_of_logits(jnp.repeat(logits, len(first) // len(logits), axis=0), first)
 
 
 def scores_of_appended(
@@ -354,8 +339,8 @@ def scores_of_appended(
 
     Args:
         lm: The model.
-        hidden: `Extended.hidden`, `[B, S, D]`.
-        tokens: Appended tokens, as `extend` takes them.
+        hidden: `Fed.hidden`, `[B, S, D]`.
+        tokens: Appended tokens, as `feed` takes them.
         starts: Tokens in the caches before, `[B]`.
         lengths: Appended tokens, `[B]`.
 
@@ -368,7 +353,8 @@ def scores_of_appended(
     return TokenScores(jnp.where(both, scores.logprobs, 0.0), scores.greedy | ~both)
 
 
-_read_and_feed = Program(OverMesh(_read_and_feed_program, (ROWS,) * 5, (ROWS, ROWS, ROWS)))
+_score_logits = Program(OverMesh(_scores_of_first, (ROWS, ROWS), ROWS))
+_score_appended = Program(OverMesh(scores_of_appended, (ROWS,) * 4, ROWS))
 
 
 def _behind_context(
@@ -379,16 +365,14 @@ def _behind_context(
     times = len(answers) // len(checked.ids)
     asked = [ids for ids in checked.ids for _ in range(times)]
     appended = AppendedPrompts.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], checked.context)
-    context, rows = appended.context, len(answers)
-    starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
-    args = (lm.for_programs(), context.cache, appended.tokens, starts, appended.lengths, prompt_lengths)
-    layout = lm.following_layout(rows_of_device(lm, rows, "answers"), context.tokens.shape[1], appended.tokens.shape[1])
-    require_memory(layout.num_bytes(lm.config.head_dim, lm.cache_dtype), f"{rows} answers behind a context")
-    program, _ = _feed.prepare(*args, layout=layout, backend=backend)
-    finite, scores = program(*args)
+    context, calls, lm = appended.context, Calls(), lm.for_programs()
+    rows, starts = appended.rows(lm, 0, calls)
+    fed = feed(lm, rows, appended.tokens, starts, appended.lengths, calls, keep_hidden=True, backend=backend)
+    finite = jnp.isfinite(fed.logits).all(axis=-1)
+    scores = calls(_score_appended, lm, fed.hidden, appended.tokens, starts, appended.lengths)
     tokens, lengths = pad_tokens([context.token_ids() + ids for ids in appended.ids], lm.pad_token_id)
     require_finite(lm, tokens, lengths, on_host(finite), "prompts")
-    place, scores = int(context.lengths[0]) % context.layout.block_size, on_host(scores)
+    place, scores = int(context.lengths[0]) % context.rows.page_size, on_host(scores)
     logprobs, greedy = [], []
     for row, (question, answer) in enumerate(zip(asked, answers, strict=True)):
         first = place + len(question) - 1  # the score of a token is in the column before it
@@ -396,23 +380,3 @@ def _behind_context(
         logprobs.append(scores.logprobs[row, part])
         greedy.append(bool(scores.greedy[row, part].all()))
     return logprobs, greedy
-
-
-def _feed_program(
-    lm: LM,
-    cache: PagedCache,
-    tokens: Int[Array, "R S"],
-    starts: Int[Array, " R"],
-    lengths: Int[Array, " R"],
-    prompt_lengths: Int[Array, " R"],
-    *,
-    layout: CacheLayout,
-    backend: Backend,
-) -> tuple[Bool[Array, " R"], TokenScores]:
-    shared, own = shared_and_own(cache, layout, starts)
-    extended = extend(lm, shared, own, tokens, starts, lengths, prompt_lengths, keep_hidden=True, backend=backend)
-    scores = scores_of_appended(lm, extended.hidden, tokens, starts, lengths)
-    return jnp.isfinite(extended.logits).all(axis=-1), scores
-
-
-_feed = Program(OverMesh(_feed_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (ROWS, ROWS)))

@@ -31,9 +31,11 @@ class ScoredCache(CachePolicy):
     means: bool
 
     @abc.abstractmethod
-    def score(
-        self, settings: Any, x: Float[Array, "B L D"], positions: Int[Array, "B L"]
-    ) -> Float32[Array, "B H L"]:
+    def of_heads(self, settings: Any, heads: Heads) -> Any:
+        """Settings of a layer for some of its KV heads."""
+
+    @abc.abstractmethod
+    def score(self, settings: Any, x: Float[Array, "B L D"], positions: Int[Array, "B L"]) -> Float32[Array, "B H L"]:
         """Scores by the hidden states at the input of the layer's projections."""
 
     @abc.abstractmethod

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.methods.base import Attended, Method, num_ranked_blocks
+from tca_jax.methods.base import Attended, Heads, Method, num_ranked_blocks
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Regions, Selected
 from tca_jax.methods.regions import Selection as RankedTokens
@@ -50,6 +50,7 @@ class WorthCache(ScoredCache):
     block_size: int = BLOCK
     window: int = WINDOW
     means: bool = True
+    layers_differ: ClassVar[bool] = False
 
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         return self.num_ranked_blocks(prompt_tokens) * self.block_size
@@ -59,6 +60,9 @@ class WorthCache(ScoredCache):
 
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
+
+    def of_heads(self, settings: WorthSettings, heads: Heads) -> WorthSettings:
+        return settings._replace(maps=settings.maps[heads.numbers])
 
     def score(
         self, settings: WorthSettings, x: Float[Array, "B L D"], positions: Int[Array, "B L"]
@@ -76,6 +80,8 @@ class WorthCache(ScoredCache):
 @dataclasses.dataclass(frozen=True)
 class WorthPrefill(ScoredPrefill):
     """Prompts attend to selected tokens, blocks by mass and means of the others."""
+
+    layers_differ: ClassVar[bool] = False
 
     def attend_scored(
         self, settings: WorthSettings, q: Array, k: Array, v: Array, scores: Array, lengths: Array, backend: Backend

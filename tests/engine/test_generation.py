@@ -1,7 +1,6 @@
-"""Generation: against a dense reference, batches, stopping, statistics, compilation counts, prompts read in parts."""
+"""Generation: against a dense reference, batches, stopping, statistics, compilation counts."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,7 @@ import pytest
 from tiny import CONFIG, TCA, greedy_reference, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.engine.prompts import bucket_length, pad_tokens
-from tca_jax.engine.read import begin_reading, end_reading, read_layers, read_prompts
+from tca_jax.engine.prompts import bucket_length
 
 DENSE = TCA.num_candidates
 UNEQUAL = [[0, 6], [DENSE, 3]]
@@ -61,8 +59,8 @@ def test_statistics_count_tokens_bytes_and_time(lm):
     )
     assert (stats.prompt_tokens, stats.new_tokens) == ([100, 60], [9, 9])
     assert min(stats.prefill_seconds, stats.seconds_per_token) > 0
-    # a window of w + b = 24 tokens and 128 tokens kept in each head, K and V, float32, 2 layers x 2 rows x 2 heads
-    assert stats.kv_cache_bytes == 2 * 4 * CONFIG.head_dim * (24 + 128) * 8
+    # windows of 3 pages in 2 rows x 2 layers x 2 heads, and 18 pages for 8 to 18 kept tokens of each; float32
+    assert stats.kv_cache_bytes == 2 * 4 * CONFIG.head_dim * 8 * (3 * 8 + 18)
     assert stats.kept_share < full.kept_share == 1.0
     assert full.kv_cache_bytes == full.full_kv_cache_bytes
 
@@ -115,16 +113,3 @@ def test_a_stop_token_ends_its_row_alone(lm):
         stop_tokens=(stop,),
     )
     assert raw[0, first + 1 :].tolist() == [lm.pad_token_id] * (29 - first)
-
-
-def test_parts_give_what_one_program_gives():
-    lm = with_candidates(tiny_lm(config=dataclasses.replace(CONFIG, num_layers=3)), [[0, 5], [9, 13], [14, 2]])
-    tokens, lengths = pad_tokens([random_prompt(0, 90), random_prompt(1, 61)])
-    layout = lm.cache_layout(*tokens.shape)
-    whole = jax.jit(functools.partial(read_prompts, layout=layout))(lm, tokens, lengths)
-    begun = jax.jit(functools.partial(begin_reading, layout=layout))(lm, tokens, lengths)
-    for layers in ((0, 1), (1, 3)):
-        begun = jax.jit(functools.partial(read_layers, layers=layers, layout=layout))(lm, *begun)
-    parts = jax.jit(end_reading)(lm, *begun)
-    assert (parts.attended_share < 1).all()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), parts, whole)
