@@ -171,11 +171,6 @@ class LM:
             return self.params
         return parameter_specs(self.config, self.mesh, self.weights_dtype)
 
-    @property
-    def layer_specs(self) -> Any:
-        """Partition spec of each weight of a decoder layer."""
-        return parameter_specs(self.config, self.mesh, self.weights_dtype)["layers"][0]
-
     def in_model_order(self, layer: int, values: np.ndarray) -> np.ndarray:
         """Values for each KV head of a layer, axis 0, reordered from the mesh's order to the model's."""
         return values if self.head_shards is None else values[self.head_shards.inverse[layer]]
@@ -257,7 +252,6 @@ class LM:
     def without_weights(self) -> LM:
         """The model for programs that compute with none of its weights: to look at all of them, as each call of a
         program does, takes milliseconds."""
-        assert self.dtype and self.weights_dtype  # known from now on
         return self.for_programs()._with(params=(), graphdef=None)
 
     def _with(self, **changes: Any) -> LM:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from tca_jax.errors import UserError, require
 from tca_jax.methods.base import CachePolicy, Heads, per_head
 from tca_jax.models.names import MODEL
-from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.models.sharding import DATA, axis_size, parameter_specs
 
 if TYPE_CHECKING:
     from tca_jax.engine.lm import LM
@@ -109,18 +109,23 @@ class OverMesh:
         def on_device(params: Any, *own: Any) -> Any:
             return self._function(lm.on_device(params), *own, **static)
 
-        inputs = lm.parameter_specs, *self._inputs_of(lm)
+        inputs = lm.parameter_specs, *self._inputs_of(lm, args)
         return over_mesh(on_device, lm.mesh, inputs, self._outputs)(lm.params, *args)
 
-    def _inputs_of(self, lm: LM) -> tuple[Any, ...]:
-        return tuple(lm.layer_specs if spec is LAYER_WEIGHTS else spec for spec in self._inputs)
+    def _inputs_of(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
+        def of_layer(weights: Any) -> Any:
+            dtype = min((leaf.dtype for leaf in jax.tree.leaves(weights)), key=lambda dtype: dtype.itemsize)
+            return parameter_specs(lm.config, lm.mesh, dtype)["layers"][0]
+
+        given = zip(self._inputs, args, strict=False)
+        return tuple(of_layer(arg) if spec is LAYER_WEIGHTS else spec for spec, arg in given)
 
     def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         """Places the arguments after the model on its mesh. Already placed arrays and shapes pass through."""
         if lm.mesh is None:
             return tuple(args)
         put = functools.partial(place, mesh=lm.mesh)
-        specs = _specs_of(self._inputs_of(lm), args)
+        specs = _specs_of(self._inputs_of(lm, args), args)
         return tuple(jax.tree.map(put, spec, arg, is_leaf=_is_spec) for spec, arg in zip(specs, args, strict=True))
 
 

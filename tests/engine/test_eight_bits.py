@@ -23,7 +23,7 @@ OPTIONS = {"max_new_tokens": 20, "stop_token_ids": ()}
 @pytest.mark.integration
 def test_the_cache_takes_a_quarter():
     contexts = [tca_jax.prefill(tiny_lm(kv=kv), random_prompt(0, 101)) for kv in ("fp8", None)]
-    assert isinstance(contexts[0].cache.k, EightBits)
+    assert isinstance(contexts[0].rows.k, EightBits)
     sizes = [context.stats for context in contexts]
     eight, wide = (each.kv_cache_bytes for each in sizes)
     d = CONFIG.head_dim
