@@ -292,10 +292,10 @@ def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
 def kept_share(rows: Rows, fed: np.ndarray) -> float:
     """Tokens in pages over tokens fed, mean over rows, layers and KV heads."""
     kept, start = on_host((rows.kept, rows.start))
-    if kept.ndim > 3:  # of the devices of a mesh, which agree on the start
-        kept = np.moveaxis(kept, (0, 3), (1, 2)).reshape(kept.shape[2], -1, *kept.shape[1:2], kept.shape[4])
-        start = start[:, 0].reshape(-1)
-    of_rows = kept.reshape(len(kept), len(start), -1).mean(axis=(0, 2))
+    if kept.ndim > 3:  # of the devices of a mesh: on "data", on "model", which agree on the start
+        of_rows, start = kept.mean(axis=(1, 2, 4)).reshape(-1), start[:, 0].reshape(-1)
+    else:
+        of_rows = kept.mean(axis=(0, 2))
     return float(np.mean((of_rows + fed - start) / fed))
 
 

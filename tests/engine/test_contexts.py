@@ -138,7 +138,7 @@ def test_a_context_in_host_memory_answers_alike(sparse, context):
     assert away.stats == context.stats
     back = away.on(sparse)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves((back.rows, back.tokens, back.lengths)))
-    assert jax.tree.map(np.shape, back.cache) == jax.tree.map(np.shape, context.cache)
+    assert jax.tree.map(np.shape, back.rows) == jax.tree.map(np.shape, context.rows)
     assert tca_jax.generate(sparse, QUESTIONS, context=back, **OPTIONS).stats.compile_seconds == 0.0
 
 
