@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Float64
 
+from tca_jax.calibration.worth_profile import FORMAT_VERSION as WORTH_VERSION
+from tca_jax.calibration.worth_profile import WorthProfile
 from tca_jax.errors import check_integer, explaining, require
 from tca_jax.methods.base import Method
 from tca_jax.methods.candidates import kept_share
@@ -214,6 +216,10 @@ class Profile:
             options["readings"] = self.readings
         return configured(self.config, self.candidates, **options)
 
+    def settings(self) -> None:
+        """Arrays of the method: none."""
+        return
+
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the profile to a directory, in place of the one that it holds.
 
@@ -229,7 +235,7 @@ class Profile:
         save("profile", directory, self._arrays(), self._metadata())
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> Profile:
+    def load(cls, directory: str | os.PathLike[str]) -> Profile | WorthProfile:
         """Reads the profile that `save` wrote to a directory, on any kind and number of devices.
 
         Args:
@@ -245,6 +251,8 @@ class Profile:
         """
         folder, metadata, arrays = load("profile", directory)
         version = metadata.get("format_version") if isinstance(metadata, dict) else None
+        if version == WORTH_VERSION:
+            return WorthProfile.of_saved(folder, metadata, arrays)
         reads = f"tca_jax {importlib.metadata.version('tca-jax')} reads {list(_READ_VERSIONS)}"
         given = f"{folder}: format_version = {version!r}"
         require(version in _READ_VERSIONS, f"{given}: {reads}; upgrade tca_jax, or calibrate again")

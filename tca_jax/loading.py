@@ -351,9 +351,11 @@ def _resolve_profile(folder: Path, profile: Any) -> Profile | None:
     if profile is None:
         return None
     from tca_jax.calibration.profile import Profile
+    from tca_jax.calibration.worth_profile import WorthProfile
 
-    require_type("profile", profile, (str, os.PathLike, Profile), "a Profile, a folder, 'shipped' or None")
-    if isinstance(profile, Profile):
+    kinds = Profile, WorthProfile
+    require_type("profile", profile, (str, os.PathLike, *kinds), "a Profile, a folder, 'shipped' or None")
+    if isinstance(profile, kinds):
         return profile
     if profile != "shipped":
         return Profile.load(profile)

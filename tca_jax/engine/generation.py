@@ -54,6 +54,8 @@ class Stats:
             what is appended attends to what the cache keeps.
         context_tokens: Tokens of the context before each prompt; none without one.
         devices: Devices that share the model. Each of them allocates as much.
+        raised_layers: Under predicted worth, layers of all rows that keep fewer tokens than the threshold says, since
+            the row was full.
     """
 
     prompt_tokens: list[int]
@@ -67,6 +69,7 @@ class Stats:
     attended_share: float
     context_tokens: list[int] = dataclasses.field(default_factory=list)
     devices: int = 1
+    raised_layers: int = 0
 
     @property
     def kv_cache_bytes_per_device(self) -> int:
@@ -270,6 +273,7 @@ def output_of(request: Request, state: DecodingState) -> Output:
         attended_share=attended_share(request, state),
         context_tokens=request.context_tokens,
         devices=devices,
+        raised_layers=0 if (scored := state.cache.scored) is None else int(on_host(scored.raised).sum()),
     )
     reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
     logprobs, top = _logprobs(state, [len(answer.tokens) for answer in answers])

@@ -48,6 +48,8 @@ class ProfileLike(Protocol):
 
     def method(self) -> Method: ...
 
+    def settings(self) -> Any: ...
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -232,7 +234,7 @@ class LM:
         frequencies = fixed_frequencies(self.config.head_dim, self.config.rope)
         wording = None if self.tokenizer is None else TokenizerWording(self)
         method = method.for_model(self.config.num_layers, frequencies, wording)
-        return self._with(method=method)
+        return self._with(method=method, settings=None)
 
     def with_profile(self, profile: ProfileLike | None) -> LM:
         """The same weights under a profile's method; None is exact full attention.
@@ -243,7 +245,7 @@ class LM:
         if profile is None:
             return self.with_method(BASELINE)
         profile.validate_for(self.config, self.fingerprint, self.name)
-        return self.with_method(profile.method())
+        return dataclasses.replace(self.with_method(profile.method()), settings=profile.settings())
 
     def for_programs(self) -> LM:
         """The model without the fields that programs ignore, so that another tokenizer or name compiles nothing."""

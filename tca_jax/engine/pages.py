@@ -33,6 +33,7 @@ class Scored(NamedTuple):
     scores: Float32[Array, "layers R H W"]  # of the window's tokens, by column and slot
     pages: Int32[Array, "layers R H M"]  # of the means, one for each block left of the window
     bias: Float32[Array, "layers R H Mb"]  # added to the logit of a block's mean; -1e30: nothing was evicted
+    raised: Int32[Array, "layers R"]  # 1 where fewer tokens stay than the threshold says, for want of pages
 
 
 class FreePages(NamedTuple):
@@ -100,6 +101,7 @@ class Rows(PerDevice):
                 jnp.full((*shape, window_pages * page_size), -jnp.inf),
                 jnp.full((*shape, mean_pages), pages, jnp.int32),
                 jnp.full((*shape, mean_pages * page_size), MASKED),
+                jnp.zeros(shape[:2], jnp.int32),
             )
         return cls(
             empty(pool, dtype),  # zeros: what no token fills is finite
@@ -156,6 +158,7 @@ class Rows(PerDevice):
         most: Int[Array, " B"],  # tokens that the rows will have
         scores: Float32[Array, "B H L"] | None = None,
         means: BlockMeans | None = None,
+        raised: Bool[Array, " B"] | None = None,  # see `Scored`
     ) -> Rows:
         """Writes a layer of prompts into pages of rows: the selected tokens, the window, and the means."""
         b, (batch, _, heads, _), none = self.page_size, k.shape, self.num_pages
@@ -182,6 +185,8 @@ class Rows(PerDevice):
             rest = ((0, 0), (0, 0), (0, scored.scores.shape[-1] - window * b))
             filled = scored.scores.at[layer, at].set(jnp.pad(found, rest, constant_values=-jnp.inf))
             scored = scored._replace(scores=filled)
+        if scored is not None and raised is not None:
+            scored = scored._replace(raised=scored.raised.at[layer, at].set(raised.astype(jnp.int32)))
         if scored is not None and means is not None:
             columns, blocks = scored.pages.shape[-1], start // b
             number, free = free.take(jnp.repeat(-(-blocks // b)[:, None], heads, axis=1), columns, none)
@@ -366,6 +371,7 @@ class Rows(PerDevice):
                 wider(scored.scores, more[1] * self.page_size, -jnp.inf),
                 wider(scored.pages, means, self.num_pages),
                 wider(scored.bias, means * self.page_size, MASKED),
+                scored.raised,
             )
         pages = jnp.concatenate(parts, axis=-1)
         return dataclasses.replace(self, pages=pages, scored=scored, window_pages=self.window_pages + more[1])

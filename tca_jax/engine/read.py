@@ -223,7 +223,10 @@ def _read_layer(
 
     def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Array, Rows | None]]:
         if isinstance(policy, ScoredCache):
-            attended, written = _attend_scored(method, policy, settings, q, k, v, scores, lengths, layout, backend)
+            kept_so_far = None if rows is None else rows.kept
+            attended, written = _attend_scored(
+                method, policy, settings, q, k, v, scores, lengths, layout, kept_so_far, backend
+            )
         else:
             heads = heads_of(lm.head_shards, index, k.shape[2])
             attended, written = _attend_selected(method, layer or 0, heads, q, k, v, lengths, layout, backend)
@@ -231,7 +234,7 @@ def _read_layer(
             (out, pairs), filled = attended, None
             return out, (pairs, filled)
         at = jnp.arange(len(lengths))
-        filled = rows.with_prompts(index, at, written.kept, k, v, lengths, most, scores, written.means)
+        filled = rows.with_prompts(index, at, written.kept, k, v, lengths, most, scores, written.means, written.raised)
         # The pages are filled before the model goes on: left to itself the compiler keeps all layers' k and v.
         (out, pairs), filled = jax.lax.optimization_barrier((attended, filled))
         return out, (pairs, filled)
@@ -242,7 +245,8 @@ def _read_layer(
 
 class _Written(NamedTuple):
     kept: Pool | None
-    means: BlockMeans | None
+    means: BlockMeans | None = None
+    raised: Bool[Array, " B"] | None = None
 
 
 def _attend_selected(
@@ -264,7 +268,7 @@ def _attend_selected(
             kept = layout.regions(layer).fill(selection, k, v, block_size=layout.block_size, backend=backend)
         readable = selection_for_prefill(method, layer, heads, selection, kept, k, v, backend)
     attended = method.prefill.attend(layer, heads, q, k, v, lengths, readable, backend)
-    return attended, _Written(None if kept is None else kept.pool, None)
+    return attended, _Written(None if kept is None else kept.pool)
 
 
 def _attend_scored(
@@ -277,23 +281,43 @@ def _attend_scored(
     scores: Float32[Array, "B H L"],
     lengths: Array,
     layout: CacheLayout | None,
+    kept_so_far: Int[Array, "layers B H"] | None,
     backend: Backend,
 ) -> tuple[Attended, _Written]:
-    b, (batch, length, heads, _) = policy.block_size, k.shape
-    kept, means = None, None
+    b, (batch, length, heads, _), written = policy.block_size, k.shape, _Written(None)
     if layout is not None and layout.has_ranked_blocks:
         edge = (lengths // b * b - policy.window)[:, None, None]
         stays = policy.stays(settings, scores) & (jnp.arange(length) < edge)
+        raised = None
+        if layout.shared_pages and kept_so_far is not None:
+            room = layout.shared_pages[0][0] * b - kept_so_far.sum(axis=(0, 2))  # begun pages come besides
+            room = jnp.maximum(room * policy.part_of_pages(settings), 0).astype(jnp.int32)
+            stays, raised = _highest(stays, scores, room)
         with jax.named_scope("select"):
             regions = Regions.plan(batch, [length] * heads, b, shared=length * heads)
             kept = regions.fill(policy.selection(stays), k, v, block_size=b, backend=backend).pool
-        if policy.means:
-            means = policy.block_means(k, v, scores, ~policy.stays(settings, scores))
+        means = policy.block_means(k, v, scores, ~stays) if policy.means else None  # of whole blocks
+        written = _Written(kept, means, raised)
     if isinstance(method.prefill, ScoredPrefill):
         attended = method.prefill.attend_scored(settings, q, k, v, scores, lengths, backend)
     else:
         attended = method.prefill.attend(0, Heads.all(heads), q, k, v, lengths, None, backend)
-    return attended, _Written(kept, means)
+    return attended, written
+
+
+def _highest(
+    stays: Bool[Array, "B H L"], scores: Float32[Array, "B H L"], room: Int[Array, " B"]
+) -> tuple[Bool[Array, "B H L"], Bool[Array, " B"]]:
+    """The tokens that stay, at most the `room` of highest scores in a row, and whether these are fewer."""
+    full = stays.sum(axis=(1, 2)) > room
+
+    def fewer() -> Bool[Array, "B H L"]:
+        ranked = jnp.sort(jnp.where(stays, scores, -jnp.inf).reshape(len(room), -1), axis=-1, descending=True)
+        least = jnp.take_along_axis(ranked, room[:, None], axis=-1)[..., None]
+        highest = stays & ((scores > least) | jnp.isposinf(scores))  # the first tokens stay in any case
+        return jnp.where(full[:, None, None], highest, stays)
+
+    return jax.lax.cond(full.any(), fewer, lambda: stays), full
 
 
 _begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, CACHES)))

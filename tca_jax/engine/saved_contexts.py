@@ -24,7 +24,7 @@ FORMAT_VERSION, _READ_VERSIONS = 4, (2, 3, 4)
 _KIND = "context"
 #: Arrays of a context beside those of its rows.
 OF_ROWS = ("tokens", "lengths", "attended_share")
-_OF_TABLE, _SCORED = ("pages", "kept", "start", "own", "length"), ("scores", "pages", "bias")
+_OF_TABLE, _SCORED = ("pages", "kept", "start", "own", "length"), ("scores", "pages", "bias", "raised")
 _EIGHT_BITS = ("words", "exponents")
 
 

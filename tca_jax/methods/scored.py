@@ -39,6 +39,10 @@ class ScoredCache(CachePolicy):
         """Scores by the hidden states at the input of the layer's projections."""
 
     @abc.abstractmethod
+    def part_of_pages(self, settings: Any) -> Float32[Array, ""]:
+        """Of the pages that are left for a row's kept tokens, the part that a layer may take."""
+
+    @abc.abstractmethod
     def stays(self, settings: Any, scores: Float32[Array, "*t H n"]) -> Bool[Array, "*t H n"]:
         """Which tokens stay outside of the window."""
 

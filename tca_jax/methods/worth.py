@@ -40,6 +40,7 @@ class WorthSettings(NamedTuple):
     maps: Float32[Array, "*layers Hkv D1"]  # of hidden states to predicted log worth; the last entry is the constant
     theta: Float32[Array, "*layers"]  # tokens of at least this predicted worth stay
     read: ReadSettings
+    left: Float32[Array, "*layers"]  # of the pages that are left, the part that this layer may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +68,12 @@ class WorthCache(ScoredCache):
     def score(
         self, settings: WorthSettings, x: Float[Array, "B L D"], positions: Int[Array, "B L"]
     ) -> Float32[Array, "B H L"]:
-        worth = x.astype(jnp.float32) @ settings.maps[:, :-1].T + settings.maps[:, -1]
+        worth = jnp.einsum("bld,hd->blh", x, settings.maps[:, :-1], preferred_element_type=jnp.float32)
+        worth += settings.maps[:, -1]
         return jnp.where(positions[..., None] < FIRST, jnp.inf, worth).swapaxes(1, 2)
+
+    def part_of_pages(self, settings: WorthSettings) -> Float32[Array, ""]:
+        return settings.left
 
     def stays(self, settings: WorthSettings, scores: Float32[Array, "*t H n"]) -> Bool[Array, "*t H n"]:
         return scores >= settings.theta
