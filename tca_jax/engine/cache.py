@@ -157,9 +157,14 @@ class CacheLayout:
         """Bytes of keys and values together, on a device."""
         return 2 * num_bytes(self.num_pages * self.block_size, head_dim, dtype)
 
-    def regions(self, layer: int) -> Regions:
-        """Where a selection puts a layer's kept tokens on their way to the pages: as large on all devices."""
-        widest = np.max(self.kept_pages[layer], axis=0) * self.block_size
+    def regions(self, layer: int | None) -> Regions:
+        """Where a selection puts a layer's kept tokens on their way to the pages: as large on all devices.
+
+        None: as large for all layers.
+        """
+        pages = np.asarray(self.kept_pages if layer is None else self.kept_pages[layer])
+        widest = pages.reshape(-1, pages.shape[-1]).max(axis=0) * self.block_size
+        layer = layer or 0
         shared = self.shared_by_row(layer // self.pool_layers) * self.block_size if self.shared_pages else None
         return Regions.plan(self.batch, widest.tolist(), self.block_size, shared)
 

@@ -200,7 +200,7 @@ def evict_scored(lm: LM, rows: Rows, leaving: Bool[Array, " R"]) -> Rows:
 
 def evict_block(
     policy: CachePolicy,
-    layer: int,
+    layer: int | Array,
     heads: Heads,
     q: Float[Array, "R Hq d"],  # query of the token that starts a block; `k` its key
     k: Float[Array, "R Hkv d"],
@@ -210,7 +210,6 @@ def evict_block(
     leaving: Bool[Array, " R"],
     backend: Backend,
     *,
-    index: int | Array | None = None,  # the layer, where its number is traced
     rare: bool = False,  # whether there mostly are none, so that the device asks the host to leave out what is for them
 ) -> Rows:
     """Keeps the policy's choice from the block that leaves the window, in rows where one leaves.
@@ -218,11 +217,11 @@ def evict_block(
     The policy sees the current query's attention probabilities over all that it can see at this step: what is kept, the
     window with the leaving block still in it, and itself.
     """
-    before, index = jnp.maximum(positions - 1, 0), layer if index is None else index
+    before = jnp.maximum(positions - 1, 0)
 
     def log_sum_exp() -> Float32[Array, "R Hq"]:
         newest = jnp.where(leaving, before, before - 1)  # other rows ask nothing, which costs nothing
-        pages = rows.of_layer(index, start)
+        pages = rows.of_layer(layer, start)
         return paged_attention(q[:, None], pages, before, newest, window=policy.window, backend=backend)[1][:, 0]
 
     # A pass over all that is kept, of which only the normaliser is wanted, and only in rows where a block leaves.
@@ -232,11 +231,11 @@ def evict_block(
     queries = q.reshape(batch, kv_heads, -1, head_dim)
     own = scaled_scores("bhgd,bhd->bhg", queries, k)
     lse = jnp.logaddexp(lse.reshape(own.shape), own)
-    k_block, _ = rows.leaving_block(index, k.dtype)
+    k_block, _ = rows.leaving_block(layer, k.dtype)
     attention = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, k_block) - lse[..., None])  # [R, H_kv, G, b]
     selection = policy.evict(layer, heads, attention, start // policy.block_size)
     chosen = selection_mask(selection.scores, selection.budgets, block_size=policy.block_size)
-    return rows.evict(index, leaving, chosen, start)
+    return rows.evict(layer, leaving, chosen, start)
 
 
 def draw(

@@ -134,9 +134,7 @@ def _feed_layer(
                 rows = rows.evict(index, leaving, policy.stays(settings, rows.scored.scores[index][..., :b]), start)
             else:
                 token = q[:, 0], k[:, 0]
-                rows = evict_block(
-                    policy, layer or 0, heads, *token, rows, start, first, leaving, backend, index=index, rare=True
-                )
+                rows = evict_block(policy, index, heads, *token, rows, start, first, leaving, backend, rare=True)
             start = start + jnp.where(leaving, b, 0)
         positions = first[:, None] + jnp.arange(b)
         new = (positions >= here.starts[:, None]) & (positions < here.ends[:, None])

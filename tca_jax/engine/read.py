@@ -229,7 +229,7 @@ def _read_layer(
             )
         else:
             heads = heads_of(lm.head_shards, index, k.shape[2])
-            attended, written = _attend_selected(method, layer or 0, heads, q, k, v, lengths, layout, backend)
+            attended, written = _attend_selected(method, index, heads, q, k, v, lengths, layout, backend)
         if rows is None:
             (out, pairs), filled = attended, None
             return out, (pairs, filled)
@@ -251,7 +251,7 @@ class _Written(NamedTuple):
 
 def _attend_selected(
     method: Method,
-    layer: int,
+    layer: int | Array,
     heads: Heads,
     q: Array,
     k: Array,
@@ -265,7 +265,9 @@ def _attend_selected(
         queries = last_queries(q, lengths, policy.num_queries)
         selection = policy.select(layer, heads, queries, k, v, lengths, backend)
         with jax.named_scope("select"):
-            kept = layout.regions(layer).fill(selection, k, v, block_size=layout.block_size, backend=backend)
+            kept = layout.regions(layer if isinstance(layer, int) else None).fill(
+                selection, k, v, block_size=layout.block_size, backend=backend
+            )
         readable = selection_for_prefill(method, layer, heads, selection, kept, k, v, backend)
     attended = method.prefill.attend(layer, heads, q, k, v, lengths, readable, backend)
     return attended, _Written(None if kept is None else kept.pool)

@@ -31,6 +31,8 @@ PerHead = int | tuple[int, ...]
 UNBOUNDED = 2**30
 #: Radians a position by which RoPE turns each pair (i, i + d / 2) of a head's dimensions, `[d / 2]`.
 Frequencies = tuple[float, ...]
+#: The number of a layer: a Python integer, or data where layers share a program.
+Layer = int | Array
 #: A number of tokens: a Python integer, or an array of them, traced or not.
 Tokens = TypeVar("Tokens", int, Any)
 
@@ -83,7 +85,7 @@ class Heads:
         of_devices = [i * shift + np.asarray(heads.of_devices) for i, heads in enumerate(layers)]
         return cls(together(numbers), tuple(map(tuple, np.concatenate(of_devices, axis=1).tolist())), first.axis)
 
-    def of(self, values: Shaped[np.ndarray, "H ..."]) -> Shaped[Array | np.ndarray, "Hkv ..."]:
+    def of(self, values: Shaped[Array | np.ndarray, "H ..."]) -> Shaped[Array | np.ndarray, "Hkv ..."]:
         """Of something for each of the model's KV heads, that of these."""
         return values[self.numbers] if isinstance(self.numbers, np.ndarray) else jnp.asarray(values)[self.numbers]
 
@@ -192,7 +194,7 @@ class CachePolicy(abc.ABC):
     @abc.abstractmethod
     def select(
         self,
-        layer: int,
+        layer: Layer,
         heads: Heads,
         q: Float[Array, "B O Hq d"],
         k: Float[Array, "B L Hkv d"],
@@ -212,7 +214,7 @@ class CachePolicy(abc.ABC):
         """
 
     def evict(
-        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+        self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
         """What stays of the block that leaves the window of each row; by default nothing.
 
@@ -294,7 +296,7 @@ class PrefillPolicy(abc.ABC):
     @abc.abstractmethod
     def attend(
         self,
-        layer: int,
+        layer: Layer,
         heads: Heads,
         q: Float[Array, "B L Hq d"],
         k: Float[Array, "B L Hkv d"],
@@ -418,7 +420,7 @@ def last_queries(q: Float[Array, "B L Hq d"], lengths: Int[Array, " B"], count: 
 
 def selection_for_prefill(
     method: Method,
-    layer: int,
+    layer: Layer,
     heads: Heads,
     selection: Selection,
     kept: Selected,
@@ -449,14 +451,17 @@ def selection_for_prefill(
 
 
 def compact(
-    policy: CachePolicy, layer: int, heads: Heads, selection: Selection, k: Array, v: Array, backend: Backend
+    policy: CachePolicy, layer: Layer, heads: Heads, selection: Selection, k: Array, v: Array, backend: Backend
 ) -> Selected:
     """What a prompt's queries attend to left of their windows, in a pool of its own that lives for this layer."""
-    batch, tokens, *_ = k.shape
-    name, capacities = "prefill_capacities", policy.prefill_capacities(layer, tokens)
-    if capacities is None:
-        name, capacities = "capacities", policy.capacities(layer, tokens)
-    source = f"{type(policy).__name__}.{name}({layer}, {tokens})"
-    regions = Regions.plan(batch, heads.widest(per_head(capacities, heads.of_model, source)), policy.block_size)
+    batch, tokens, kv_heads, _ = k.shape
+    if isinstance(layer, int):
+        name, capacities = "prefill_capacities", policy.prefill_capacities(layer, tokens)
+        if capacities is None:
+            name, capacities = "capacities", policy.capacities(layer, tokens)
+        source = f"{type(policy).__name__}.{name}({layer}, {tokens})"
+        regions = Regions.plan(batch, heads.widest(per_head(capacities, heads.of_model, source)), policy.block_size)
+    else:
+        regions = Regions.plan(batch, [tokens] * kv_heads, policy.block_size, shared=tokens * kv_heads)
     with jax.named_scope("select"):
         return regions.fill(selection.for_prefill, k, v, block_size=policy.block_size, backend=backend)

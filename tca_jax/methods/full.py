@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxtyping import Array
 
-from tca_jax.methods.base import UNBOUNDED, Attended, CachePolicy, Heads, Method, PrefillPolicy
+from tca_jax.methods.base import UNBOUNDED, Attended, CachePolicy, Heads, Layer, Method, PrefillPolicy
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
@@ -27,7 +27,7 @@ class FullCache(CachePolicy):
         return 0
 
     def select(
-        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
         raise AssertionError("nothing is left of a window that holds everything")
 
@@ -40,7 +40,7 @@ class FullPrefill(PrefillPolicy):
 
     def attend(
         self,
-        layer: int,
+        layer: Layer,
         heads: Heads,
         q: Array,
         k: Array,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.methods.base import Attended, CachePolicy, Heads, PrefillPolicy
+from tca_jax.methods.base import Attended, CachePolicy, Heads, Layer, PrefillPolicy
 from tca_jax.methods.regions import Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
 
@@ -64,7 +64,7 @@ class ScoredCache(CachePolicy):
         return Selection(stays.astype(jnp.float32), budgets)
 
     def select(
-        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
         raise AssertionError("tokens are selected by their scores")
 
@@ -87,7 +87,7 @@ class ScoredPrefill(PrefillPolicy):
 
     def attend(
         self,
-        layer: int,
+        layer: Layer,
         heads: Heads,
         q: Array,
         k: Array,

@@ -12,6 +12,7 @@ from tca_jax.methods.base import (
     CachePolicy,
     Frequencies,
     Heads,
+    Layer,
     PrefillPolicy,
     Wording,
     compact,
@@ -45,7 +46,7 @@ class SparsePrefill(PrefillPolicy):
 
     def attend(
         self,
-        layer: int,
+        layer: Layer,
         heads: Heads,
         q: Array,
         k: Array,
@@ -68,7 +69,7 @@ class SparsePrefill(PrefillPolicy):
         return Attended(out, selected_pairs(budgets, lengths, **sizes).mean(axis=1))
 
     def _select(
-        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selected:
         policy = self.selector
         with jax.named_scope("select"):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
 from tca_jax.errors import check_geometry, check_integer
-from tca_jax.methods.base import CachePolicy, Heads, Method
+from tca_jax.methods.base import CachePolicy, Heads, Layer, Method
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend
@@ -40,7 +40,7 @@ class StreamingCache(CachePolicy):
         return min(self.sinks, self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size)
 
     def select(
-        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         blocks = jnp.arange(tokens // self.block_size)
@@ -49,7 +49,7 @@ class StreamingCache(CachePolicy):
         return Selection(scores, jnp.broadcast_to(budgets[:, None], (batch, kv_heads, blocks.size)))
 
     def evict(
-        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+        self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
         batch, kv_heads, _, tokens = attention.shape
         scores = jnp.broadcast_to(-jnp.arange(tokens, dtype=jnp.float32), (batch, kv_heads, tokens))

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from tca_jax.errors import UserError, explaining, require
-from tca_jax.methods.base import CachePolicy, Heads, Method, PerHead
+from tca_jax.methods.base import CachePolicy, Heads, Layer, Method, PerHead
 from tca_jax.methods.candidates import eviction_budgets, region_capacity
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.regions import Selection
@@ -49,22 +49,30 @@ class TCACache(CachePolicy):
     def num_queries(self) -> int:  # type: ignore[override]
         return self.config.num_queries
 
-    def rows(self, layer: int, num_kv_heads: int) -> Int32[np.ndarray, " Hkv"]:
+    @property
+    def layers_differ(self) -> bool:  # type: ignore[override]
+        readings = np.asarray(self.readings)
+        return bool((readings != "sparse").any())
+
+    def rows(self, layer: int | Array, num_kv_heads: int) -> Int32[Array | np.ndarray, " Hkv"]:
         """Row of each KV head of a layer, of what the cache keeps."""
-        return np.broadcast_to(_of_layer(self.candidates, layer), (num_kv_heads,))
+        rows = _of_layer(self.candidates, layer)
+        return (jnp if isinstance(rows, Array) else np).broadcast_to(rows, (num_kv_heads,))
 
     def reads(self, layer: int, num_kv_heads: int, reading: str) -> Bool[np.ndarray, " Hkv"]:
         """Which KV heads of a layer have a reading."""
         readings = self.readings if isinstance(self.readings, str) else self.readings[layer]
         return np.broadcast_to(np.asarray(readings) == reading, (num_kv_heads,))
 
-    def prefill_rows(self, layer: int, num_kv_heads: int) -> Int32[np.ndarray, " Hkv"] | None:
+    def prefill_rows(self, layer: int | Array, num_kv_heads: int) -> Int32[Array | np.ndarray, " Hkv"] | None:
         """Row of each KV head of a layer, of what the prompt's queries attend to; None where no head's row differs.
 
         For heads that do not read "sparse" it is the cache row, which then decides alone what is kept.
         """
         if self.prefill_candidates is None:
             return None
+        if isinstance(layer, Array):  # of a layer whose number is traced all heads read "sparse"
+            return jnp.broadcast_to(_of_layer(self.prefill_candidates, layer), (num_kv_heads,))
         kept = self.rows(layer, num_kv_heads)
         rows = np.where(self.reads(layer, num_kv_heads, "sparse"), _of_layer(self.prefill_candidates, layer), kept)
         return rows if np.any(rows != kept) else None
@@ -88,7 +96,7 @@ class TCACache(CachePolicy):
         return self._per_head(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens))
 
     def select(
-        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
         rows, prefill_rows = self.rows(layer, heads.of_model), self.prefill_rows(layer, heads.of_model)
         return select_by_candidates(
@@ -103,10 +111,12 @@ class TCACache(CachePolicy):
         )
 
     def evict(
-        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+        self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
         batch, kv_heads = attention.shape[:2]
-        budgets = heads.of(eviction_budgets(self.config)[self.rows(layer, heads.of_model)])
+        rows = self.rows(layer, heads.of_model)
+        table = eviction_budgets(self.config)
+        budgets = heads.of(table[rows] if isinstance(rows, np.ndarray) else jnp.asarray(table)[rows])
         return Selection(attention.mean(axis=2), jnp.broadcast_to(budgets[:, None], (batch, kv_heads, 1)))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
@@ -202,6 +212,8 @@ def _require_all(name: str, values: Any, known: Any, allowed: str) -> None:
         raise UserError(f"{name}{where} = {values[tuple(place)].item()!r}: must {allowed}")
 
 
-def _of_layer(rows: Rows, layer: int) -> Int32[np.ndarray, "*heads"]:
-    """Rows of a layer's KV heads `[H_kv]`, or the one of all heads as a scalar."""
+def _of_layer(rows: Rows, layer: int | Array) -> Int32[Array | np.ndarray, "*heads"]:
+    """Rows of a layer's KV heads `[H_kv]`, or the one of all heads as a scalar; data where the layer's number is."""
+    if isinstance(layer, Array):
+        return jnp.asarray(rows, jnp.int32) if isinstance(rows, int) else jnp.asarray(rows, jnp.int32)[layer]
     return np.asarray(rows if isinstance(rows, int) else rows[layer], np.int32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.methods.base import Attended, Heads
+from tca_jax.methods.base import Attended, Heads, Layer
 from tca_jax.methods.fetching import attend_blocks
 from tca_jax.methods.pairs import causal_pairs, selected_pairs
 from tca_jax.methods.regions import Selected
@@ -41,7 +41,7 @@ class TCAPrefill(SparsePrefill):
 
     def attend(
         self,
-        layer: int,
+        layer: Layer,
         heads: Heads,
         q: Array,
         k: Array,
@@ -51,6 +51,8 @@ class TCAPrefill(SparsePrefill):
         backend: Backend,
     ) -> Attended:
         policy, (batch, tokens, kv_heads, _) = self.selector, k.shape
+        if not policy.layers_differ:
+            return super().attend(layer, heads, q, k, v, lengths, selected, backend)
         sparse = policy.reads(layer, heads.of_model, "sparse")
         if sparse.all() or not policy.num_ranked_blocks(tokens):
             return super().attend(layer, heads, q, k, v, lengths, selected, backend)
