@@ -408,8 +408,10 @@ class Rows(PerDevice):
             kept = copied(kept, rows.kept // b, rows.kept % b > 0)
         last = jnp.broadcast_to((rows.length - rows.start) // b, rows.kept.shape[:1] + rows.length.shape)[..., None]
         last = jnp.broadcast_to(last, rows.kept.shape)
-        window = copied(window, last, jnp.broadcast_to((rows.length % b > 0)[:, None], rows.kept.shape))
         column = jnp.arange(self.window_pages)
+        window = jnp.where(column <= last[..., None], window, none)  # pages without tokens are not shared
+        window = copied(window, last, jnp.broadcast_to((rows.length % b > 0)[:, None], rows.kept.shape))
+        window = jnp.where((column == last[..., None]) & (rows.length % b == 0)[:, None, None], none, window)
         needed = jnp.minimum(self.window_pages, -(-(most - rows.start) // b))[:, None, None]
         missing = (column < needed) & (window == none)
         more, free = free.take(missing.sum(axis=-1, dtype=jnp.int32), self.window_pages, none)

@@ -1,12 +1,15 @@
 """The page table against lists of tokens: prompts, steps, eviction, forks, and attention through it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.engine.pages import Allocator, FreePages, PageTable, Pool, append, evict, fork, row_pages, write_layer
+from tca_jax.engine.pages import Allocator, Rows
 from tca_jax.methods.regions import Regions, Selection
+from tca_jax.methods.scored import BlockMeans
 from tca_jax.methods.worth import block_means
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 
@@ -38,62 +41,68 @@ class Tokens:
             yield w @ self.k[layer, tokens, head], w @ self.v[layer, tokens, head], -w @ np.log(w)
 
 
-def free_pages(allocator, count):
-    return FreePages(jnp.asarray(allocator.take(count), jnp.int32), jnp.int32(0))
-
-
-def put_back(allocator, free):
-    allocator.release(np.asarray(free.numbers)[int(free.taken) :].tolist())
-
-
-def read_prompt(pool, table, allocator, row, tokens, theta):
-    free, length = free_pages(allocator, 80), tokens.length
-    write = jax.jit(write_layer)
+def prompt_of(rows, row, tokens, theta):
+    """The prompt of a row in its pages."""
+    length, write = tokens.length, jax.jit(Rows.with_prompts)
     for layer in range(LAYERS):
-        k, v, worth = (jnp.asarray(x[layer]) for x in (tokens.k, tokens.v, tokens.worth))
-        k, v, worth = k[:length], v[:length], worth[:, :length]
+        k, v, worth = (jnp.asarray(x[layer])[None] for x in (tokens.k, tokens.v, tokens.worth))
+        k, v, worth = k[:, :length], v[:, :length], worth[..., :length]
         chosen = (worth >= theta) & (jnp.arange(length) < tokens.start)
-        budgets = chosen[:, : length // B * B].reshape(HEADS, -1, B).sum(-1)[None]
-        regions = Regions.plan(1, [length] * HEADS, B)
-        selected = regions.fill(Selection(chosen.astype(jnp.float32)[None], budgets), k[None], v[None], block_size=B)
-        means = tuple(x[0] for x in block_means(k[None], v[None], worth[None], (worth < theta)[None], B))
-        pool, table, free = write(pool, table, free, layer, row, selected.pool, k, v, worth, means, jnp.int32(length))
-    put_back(allocator, free)
-    return pool, table
+        budgets = chosen[..., : length // B * B].reshape(1, HEADS, -1, B).sum(-1)
+        selected = Regions.plan(1, [length] * HEADS, B).fill(
+            Selection(chosen.astype(jnp.float32), budgets.astype(jnp.int32)), k, v, block_size=B
+        )
+        means = BlockMeans(*block_means(k, v, worth, worth < theta, B))
+        where = jnp.array([row]), selected.pool, k, v, jnp.array([length]), jnp.array([2_000])
+        rows = write(rows, layer, *where, worth, means)
+    return rows
 
 
-def step(pool, table, rows):
-    """Appends each row's next token, and evicts."""
-    at = [tokens.length for tokens in rows]
+@jax.jit
+def step(rows, k, v, worth, theta):
+    """Feeds a token to each row; blocks leave full windows first."""
+    positions = rows.length
+    leaving = rows.are_full(positions, rows.start)
+    start = rows.start + jnp.where(leaving, B, 0)
     for layer in range(LAYERS):
-        new = (jnp.stack([getattr(t, name)[layer][i] for t, i in zip(rows, at, strict=True)]) for name in ("k", "v"))
-        worth = jnp.stack([t.worth[layer][:, i] for t, i in zip(rows, at, strict=True)])
-        pool, table = append(pool, table, layer, *new, worth)
-    for tokens in rows:
-        tokens.length += 1
-    return pool, table._replace(length=table.length + 1)
+        rows = rows.evict(layer, leaving, rows.scored.scores[layer][..., :B] >= theta, rows.start)
+        new = k[layer][:, None], v[layer][:, None]
+        rows = rows.with_tokens(layer, *new, positions[:, None], None, start, worth[layer][:, None])
+    return dataclasses.replace(rows, start=start, length=positions + 1)
 
 
-def check(pool, table, rows, theta):
-    start = np.asarray(table.start)
-    for layer, (row, tokens) in ((layer, each) for layer in range(LAYERS) for each in enumerate(rows)):
-        pages, means = table.of_layer(pool, layer)
+def fed(rows, tokens, theta, steps=1):
+    for _ in range(steps):
+        new = [jnp.stack([getattr(t, name)[:, t.length] for t in tokens], axis=1) for name in ("k", "v")]
+        worth = jnp.stack([t.worth[..., t.length] for t in tokens], axis=1)
+        rows = step(rows, *new, worth, theta)
+        for each in tokens:
+            each.length += 1
+    return rows
+
+
+def check(rows, tokens, theta):
+    start = np.asarray(rows.start)
+    # A block that fills the window leaves with the token after it.
+    assert all(s in (t.start, t.start - B) for s, t in zip(start, tokens, strict=True))
+    for layer, (row, of_row) in ((layer, each) for layer in range(LAYERS) for each in enumerate(tokens)):
+        pages, means = rows.of_layer(layer)
         for head in range(HEADS):
-            expected = tokens.kept(layer, head, theta, start[row])
+            expected = of_row.kept(layer, head, theta, start[row])
             numbers = np.asarray(pages.table)[row, head]
-            flat = np.asarray(pool.k)[numbers[:COLUMNS]].reshape(-1, D)[: int(pages.kept[row, head])]
-            np.testing.assert_array_equal(flat, tokens.k[layer, expected, head])
-            window = np.asarray(pool.v)[numbers[COLUMNS:]].reshape(-1, D)[: tokens.length - start[row]]
-            np.testing.assert_array_equal(window, tokens.v[layer, start[row] : tokens.length, head])
-        q = np.random.default_rng(layer).normal(size=(len(rows), 1, 2 * HEADS, D)).astype(np.float32)
-        newest = table.length - 1
+            kept = np.asarray(rows.k)[numbers[:COLUMNS] % PAGES].reshape(-1, D)[: int(pages.kept[row, head])]
+            np.testing.assert_array_equal(kept, of_row.k[layer, expected, head])
+            window = np.asarray(rows.v)[numbers[COLUMNS:] % PAGES].reshape(-1, D)[: of_row.length - start[row]]
+            np.testing.assert_array_equal(window, of_row.v[layer, start[row] : of_row.length, head])
+        q = np.random.default_rng(layer).normal(size=(len(tokens), 1, 2 * HEADS, D)).astype(np.float32)
+        newest = rows.length - 1
         out, _ = paged_attention(jnp.asarray(q), (pages, means), newest, newest, window=(W - 1) * B)
         for head in range(2 * HEADS):
-            kept = tokens.kept(layer, head // 2, theta, start[row])
-            first = max(0, (tokens.length - 1) // B * B - (W - 1) * B)
-            seen = np.concatenate([kept, np.arange(max(first, start[row]), tokens.length)])
-            keys, values, bias = tokens.k[layer, seen, head // 2], tokens.v[layer, seen, head // 2], np.zeros(len(seen))
-            for mean_k, mean_v, entropy in tokens.means(layer, head // 2, theta, start[row]):
+            kept = of_row.kept(layer, head // 2, theta, start[row])
+            first = max(0, (of_row.length - 1) // B * B - (W - 1) * B)
+            seen = np.concatenate([kept, np.arange(max(first, start[row]), of_row.length)])
+            keys, values, bias = of_row.k[layer, seen, head // 2], of_row.v[layer, seen, head // 2], np.zeros(len(seen))
+            for mean_k, mean_v, entropy in of_row.means(layer, head // 2, theta, start[row]):
                 keys, values = np.vstack([keys, mean_k]), np.vstack([values, mean_v])
                 bias = np.append(bias, entropy)
             logits = keys @ q[row, 0, head] / np.sqrt(D) + bias
@@ -101,59 +110,74 @@ def check(pool, table, rows, theta):
             np.testing.assert_allclose(out[row, 0, head], p @ values / p.sum(), atol=2e-5)
 
 
-def test_rows_of_a_table_hold_their_tokens():
-    rng, theta, allocator = np.random.default_rng(0), 0.8, Allocator(PAGES)
-    pool = Pool.empty(PAGES, B, D, jnp.float32)
-    table = PageTable.empty(LAYERS, ROWS, HEADS, COLUMNS, W, 1, B)
-    rows = [Tokens(rng, length) for length in (700, 130, 384)]
-    for row, tokens in enumerate(rows):
-        pool, table = read_prompt(pool, table, allocator, row, tokens, theta)
-    check(pool, table, rows, theta)
-    jitted = jax.jit(step_of_layers)
-    for _ in range(300):
-        pool, table = jitted(pool, table, *stacked(rows))
-        for tokens in rows:
-            tokens.length += 1
-        if any(tokens.length % B == 0 for tokens in rows):
-            free = free_pages(allocator, 2 * LAYERS * ROWS * HEADS)
-            pool, table, free = evict(pool, table, free, jnp.float32(theta))
-            put_back(allocator, free)
-    assert [int(x) for x in table.start] == [(t.length // B - W + 1) * B for t in rows]
-    check(pool, table, rows, theta)
-
-    # A row that is forked, twice: the copies go on by themselves, and all pages come back.
-    before = allocator.free
-    pool, table = fork(pool, table, allocator, 0, [1, 2])
-    copies = [rows[0], *(Tokens(rng, 0) for _ in range(2))]
-    for copy in copies[1:]:
-        for name in ("k", "v", "worth"):
-            of_copy, of_row = getattr(copy, name), getattr(rows[0], name)
-            cut = rows[0].length
-            if name == "worth":
-                of_copy[..., :cut] = of_row[..., :cut]
-            else:
-                of_copy[:, :cut] = of_row[:, :cut]
-        copy.length = rows[0].length
-    full, written = row_pages(table, 0, B)
-    assert before - allocator.free == 2 * len(written)
-    pool, table = step(pool, table, copies)
-    check(pool, table, copies, theta)
-    for row in (1, 2):
-        allocator.release(np.concatenate(row_pages(table, row, B)).tolist())
-    assert allocator.free == before
-    allocator.release([*full.tolist(), *written.tolist()])
+@pytest.fixture(scope="module")
+def read():
+    """Rows of three prompts, and what they hold."""
+    rng, theta = np.random.default_rng(0), 0.8
+    sizes = {"pages": PAGES, "columns": COLUMNS, "window_pages": W, "mean_pages": 1, "page_size": B, "head_dim": D}
+    rows = Rows.create(LAYERS, ROWS, HEADS, **sizes, dtype=jnp.float32)
+    tokens = [Tokens(rng, length) for length in (700, 130, 384)]
+    for row, of_row in enumerate(tokens):
+        rows = prompt_of(rows, row, of_row, theta)
+    return rows, tokens, theta
 
 
-def stacked(rows):
-    return [
-        jnp.stack([x[:, t.length] for t, x in ((t, getattr(t, name)) for t in rows)], axis=1) for name in ("k", "v")
-    ] + [jnp.stack([t.worth[..., t.length] for t in rows], axis=1)]
+def copies(tokens):
+    return [_copy(each) for each in tokens]
 
 
-def step_of_layers(pool, table, k, v, worth):
+def _copy(tokens):
+    other = Tokens.__new__(Tokens)
+    other.k, other.v, other.worth, other.length = tokens.k.copy(), tokens.v.copy(), tokens.worth.copy(), tokens.length
+    return other
+
+
+def test_rows_hold_their_tokens(read):
+    rows, tokens, theta = read[0], copies(read[1]), read[2]
+    check(rows, tokens, theta)
+    check(fed(rows, tokens, theta, 300), tokens, theta)
+
+
+def test_forked_rows_go_on_by_themselves(read):
+    rows, theta = read[0], read[2]
+    tokens = [_copy(read[1][i]) for i in (0, 2, 0)]
+    rng = np.random.default_rng(1)
+    for each in tokens[1:]:  # from here on each has other tokens
+        for x in (each.k, each.v):
+            x[:, each.length :] = rng.normal(size=x[:, each.length :].shape)
+    before = np.asarray(rows.k).copy()
+    taken = int(rows.free.taken)
+    forks = jax.jit(Rows.forked)(rows, jnp.array([0, 2, 0]), jnp.array([2_000] * 3))
+    assert int(forks.free.taken) - taken <= 3 * LAYERS * HEADS * 3  # begun pages: kept, window, means
+    forks = fed(forks, tokens, theta, 300)
+    check(forks, tokens, theta)
+    used = np.unique(np.asarray(rows.pages))
+    np.testing.assert_array_equal(np.asarray(forks.k)[used[used < PAGES]], before[used[used < PAGES]])
+
+
+def test_rows_move_to_another_pool(read):
+    rows, tokens, theta = read[0], copies(read[1]), read[2]
+    named = int(rows.named_pages()[0, 0])
+    assert rows.used_bytes == named * 2 * B * D * 4
+    moved = rows.compacted(named).with_pages(60).with_columns(COLUMNS + 3, W, 2)
+    assert moved.num_pages == named + 60
+    check_columns(moved, tokens, theta)
+
+
+def check_columns(rows, tokens, theta):
+    """Like `check`, of a wider table."""
+    rows = jax.jit(Rows.forked)(rows, jnp.arange(3), jnp.array([2_000] * 3))
+    q = np.random.default_rng(3).normal(size=(3, 1, 2 * HEADS, D)).astype(np.float32)
+    newest = rows.length - 1
     for layer in range(LAYERS):
-        pool, table = append(pool, table, layer, k[layer], v[layer], worth[layer])
-    return pool, table._replace(length=table.length + 1)
+        out, _ = paged_attention(jnp.asarray(q), rows.of_layer(layer), newest, newest, window=(W - 1) * B)
+        for row, of_row in enumerate(tokens):
+            seen = np.concatenate([of_row.kept(layer, 0, theta, of_row.start), np.arange(of_row.start, of_row.length)])
+            keys, values, bias = of_row.k[layer, seen, 0], of_row.v[layer, seen, 0], np.zeros(len(seen))
+            for mean_k, mean_v, entropy in of_row.means(layer, 0, theta, of_row.start):
+                keys, values, bias = np.vstack([keys, mean_k]), np.vstack([values, mean_v]), np.append(bias, entropy)
+            p = np.exp(keys @ q[row, 0, 0] / np.sqrt(D) + bias)
+            np.testing.assert_allclose(out[row, 0, 0], p @ values / p.sum(), atol=2e-5)
 
 
 def test_pages_have_uses():
