@@ -20,8 +20,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import pad_tokens
+from tca_jax.engine.read import Calls
 from tca_jax.errors import require
-from tca_jax.lab.rivals.repetition import Repetition, attention_to_prompts, read_everything
+from tca_jax.lab.rivals.repetition import Repetition, repeat
 from tca_jax.layer_passes import LayerPass, TextPass, attention_program, layer_program
 from tca_jax.methods.base import CachePolicy, Heads, Method, compact, last_queries
 from tca_jax.methods.full import BASELINE, FullPrefill
@@ -81,8 +82,8 @@ def read_by(lm: LM, full: FullRead) -> MaskedRead:
         policy: Any = method.cache  # a KVzipCache
         if policy.repetition not in full.repetitions:
             tokens, _ = map(jnp.asarray, pad_tokens([full.ids]))
-            found = _repetition_scores(lm.for_programs(), tokens, lengths, repetition=policy.repetition)
-            full.repetitions[policy.repetition] = found
+            repeated = repeat(lm, policy.repetition, tokens, lengths, Calls())
+            full.repetitions[policy.repetition] = jnp.stack(repeated.scores)
         heads = [Heads.all(k.shape[2]) for _, k, *_ in layers]
         selections = policy.select_repeated(heads, full.repetitions[policy.repetition], lengths)
         masks = [kept_mask(policy, selection, lengths) for selection in selections]
@@ -138,15 +139,6 @@ def _asked(
         return *read.keys[number], bias, questions
 
     return passed, list(passed.layers(_attend_after, arrays, rows=len(rows)))
-
-
-@functools.partial(jax.jit, static_argnames=("repetition",))
-def _repetition_scores(
-    lm: LM, tokens: Int32[Array, "1 L"], lengths: Int[Array, " 1"], *, repetition: Repetition
-) -> Float32[Array, "layers 1 Hkv L"]:
-    """The most attention of each token of a document during its repetition."""
-    _, held = read_everything(lm, tokens, lengths)
-    return attention_to_prompts(lm, repetition, held, tokens, lengths)
 
 
 def kept_mask(policy: CachePolicy, selection: Selection, lengths: Int[Array, " B"]) -> Bool[Array, "B Hkv L"]:

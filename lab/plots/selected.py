@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,13 @@ from matplotlib.transforms import Affine2D
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens, token_text
+from tca_jax.engine.read import Calls
 from tca_jax.errors import require
 from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR
-from tca_jax.lab.rivals.repetition import read_everything, selections_by_repetition
+from tca_jax.lab.rivals.repetition import repeat, select_repeated
 from tca_jax.methods.base import last_queries, selection_for_prefill
+from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 _COLUMNS = 110  # characters of a line
@@ -91,17 +94,26 @@ def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "lay
     require(len(ids) <= most, f"prompt has {len(ids)} tokens: {lm.name} has {most} positions")
     if not (ranked := policy.num_ranked_blocks(len(ids))):
         return np.ones((lm.config.num_layers, lm.config.num_kv_heads, len(ids)), bool)
-    found = on_host(_selected(lm.for_programs(), *map(jnp.asarray, pad_tokens([ids]))))
+    found = _selected_when_read(lm, ids) if policy.reader is None else _selected_by_repetition(lm, ids)
     selected = np.stack([lm.in_model_order(layer, of_heads)[:, : len(ids)] for layer, of_heads in enumerate(found)])
     return selected | (np.arange(len(ids)) >= ranked * policy.block_size)
 
 
+def _selected_when_read(lm: LM, ids: Sequence[int]) -> Bool[np.ndarray, "layers Hkv L"]:
+    return on_host(_selected(lm.for_programs(), *map(jnp.asarray, pad_tokens([ids]))))
+
+
+def _selected_by_repetition(lm: LM, ids: Sequence[int]) -> Bool[np.ndarray, "layers Hkv L"]:
+    policy: Any = lm.method.cache  # a KVzipCache
+    tokens, lengths = map(jnp.asarray, pad_tokens([ids] * axis_size(lm.mesh, DATA)))
+    calls = Calls()
+    repeated = repeat(lm, policy.repetition, tokens, lengths, calls)
+    selections = on_host(select_repeated(lm, repeated, lengths, calls))
+    return np.stack([selection_mask(*each[:2], block_size=policy.block_size)[0] for each in selections])
+
+
 def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
     layout, policy = lm.cache_layout(1, tokens.shape[1]), lm.method.cache
-    if policy.reader is not None:
-        _, held = read_everything(lm, tokens, lengths)
-        selections = selections_by_repetition(lm, held, tokens, lengths)
-        return jnp.stack([selection_mask(*each[:2], block_size=policy.block_size)[0] for each in selections])
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
         heads = heads_of(lm.head_shards, layer, k.shape[2])

@@ -17,10 +17,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.engine.read import Read
+from tca_jax.engine.read import ReadRows
 from tca_jax.errors import UserError, check_integer, require_name
 from tca_jax.lab.rivals.compression import GrowingCache, PromptCompression, divided, without_subnormals
 from tca_jax.lab.rivals.repetition import CARRIED, Repetition, read_and_repeat
@@ -44,7 +45,7 @@ class KVzipCache(PromptCompression):
         require_name(f"level = {self.level!r}", self.level, LEVELS)
 
     @property
-    def reader(self) -> Callable[..., Read]:  # type: ignore[override]
+    def reader(self) -> Callable[..., ReadRows]:  # type: ignore[override]
         return read_and_repeat
 
     def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> KVzipCache:
@@ -65,7 +66,7 @@ class KVzipCache(PromptCompression):
     def select_repeated(
         self, heads: Sequence[Heads], scores: Float32[Array, "layers B Hkv L"], lengths: Int[Array, " B"]
     ) -> list[Selection]:
-        """As `select`, of all layers at once, by scores of `repetition.attention_to_prompts`."""
+        """As `select`, of all layers at once, by scores of `repetition.repeat`."""
         layers, batch, kv_heads, length = scores.shape
         together = layers if self.level == "pair" else 1
         mean, ranked = self.mean_of_heads(0, lengths, length), self.ranked(lengths, length)  # of all layers
@@ -81,7 +82,8 @@ class KVzipCache(PromptCompression):
             return jnp.moveaxis(found.reshape(batch, together, kv_heads), 1, 0)
 
         of_layers = [of_layer for first in range(0, layers, together) for of_layer in counts(first)]
-        return [self.selection(*each, lengths) for each in zip(scores, of_layers, strict=True)]
+        found = jax.lax.map(lambda each: self.selection(*each, lengths), (scores, jnp.stack(of_layers)))
+        return [jax.tree.map(lambda x, layer=layer: x[layer], found) for layer in range(layers)]
 
 
 def kvzip(

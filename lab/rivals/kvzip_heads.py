@@ -12,21 +12,22 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Float32
 
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
+from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import Prompt, pad_tokens
+from tca_jax.engine.read import Calls
 from tca_jax.lab.rivals.compression import GrowingCache
 from tca_jax.lab.rivals.duoattention import DuoAttentionCache, highest_heads
-from tca_jax.lab.rivals.repetition import attention_to_prompts, read_everything
+from tca_jax.lab.rivals.repetition import repeat
 from tca_jax.lab.rivals.tables import check_finite, encode_texts, numbers_by_head
 from tca_jax.methods.base import Method
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.streaming import StreamingCache
+from tca_jax.models.sharding import DATA, axis_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +66,13 @@ def repetition_scores(
     Returns:
         The most attention that a token of any text gets in each head while its chunk is repeated, in [0, 1].
     """
-    model, found = lm.with_method("kvzip", chunk=chunk, sinks=sinks).for_programs(), []
+    model, found = lm.with_method("kvzip", chunk=chunk, sinks=sinks), []
+    policy: Any = model.method.cache
     for ids in encode_texts(lm, texts, sinks=sinks):
-        of_heads = on_host(_most_repeated(model, *map(jnp.asarray, pad_tokens([ids]))))
+        tokens, lengths = map(jnp.asarray, pad_tokens([ids] * axis_size(lm.mesh, DATA)))
+        repeated = repeat(model, policy.repetition, tokens, lengths, Calls())
+        of_heads = on_host([of_layer[0, :, sinks:].max(axis=-1) for of_layer in repeated.scores])
         found.append(np.stack([lm.in_model_order(layer, values) for layer, values in enumerate(of_heads)]))
     scores = np.max(found, axis=0)
     check_finite(lm, scores)
     return scores
-
-
-def _most_repeated_program(
-    lm: LM, tokens: Int32[Array, "1 L"], lengths: Int32[Array, " 1"]
-) -> Float32[Array, "layers Hkv"]:
-    policy: Any = lm.method.cache  # a KVzipCache
-    _, held = read_everything(lm, tokens, lengths)
-    scores = attention_to_prompts(lm, policy.repetition, held, tokens, lengths)
-    return scores[:, 0, :, policy.repetition.sinks :].max(axis=-1)
-
-
-_most_repeated = jax.jit(OverMesh(_most_repeated_program, (SAME, SAME), SECOND_HEADS))

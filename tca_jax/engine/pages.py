@@ -163,6 +163,7 @@ class Rows(PerDevice):
         """Writes a layer of prompts into pages of rows: the selected tokens, the window, and the means."""
         b, (batch, _, heads, _), none = self.page_size, k.shape, self.num_pages
         start = jnp.maximum((lengths // b - (self.window_pages - 1)) * b, 0)
+        start = jnp.zeros_like(start) if kept is None else start  # all tokens fit in the window
         held, kept_pages, free = jnp.zeros((batch, heads), jnp.int32), None, self.free
         writes: list[tuple[Array, Array, Array]] = []  # page numbers, and keys and values [n, b, d]
         if kept is not None and self.columns:

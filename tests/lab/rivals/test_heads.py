@@ -11,12 +11,14 @@ from tiny import masked_greedy, random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
 from tca_jax import methods
+from tca_jax.engine.read import Calls
 from tca_jax.lab import plots
 from tca_jax.lab.rivals.duoattention import load_gates
 from tca_jax.lab.rivals.kvzip import CONTINUING, OPENING
 from tca_jax.lab.rivals.kvzip_heads import repetition_scores
-from tca_jax.lab.rivals.repetition import Repetition, attention_to_prompts, read_everything
+from tca_jax.lab.rivals.repetition import Repetition, repeat
 from tca_jax.methods.base import Heads
+from tca_jax.methods.full import FullCache
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 B, W = 8, 16
@@ -67,16 +69,13 @@ def test_the_models_tokenizer_words_the_request(lm, words):
     assert bare.method.cache.repetition == Repetition(24, 3)
 
 
-def test_scores_are_attention_of_repeated_chunks(lm, scores):
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_scores_are_attention_of_repeated_chunks(lm, scores, page_size, monkeypatch):
+    monkeypatch.setattr(FullCache, "block_size", page_size)
     model = lm.with_method("kvzip", **OPTIONS)
     tokens = jnp.array([np.pad(prompt, (0, 96 - len(prompt))) for prompt in PROMPTS], jnp.int32)
-
-    @jax.jit
-    def run(tokens, lengths):
-        _, held = read_everything(model, tokens, lengths)
-        return attention_to_prompts(model, model.method.cache.repetition, held, tokens, lengths)
-
-    found = np.asarray(run(tokens, jnp.array([len(p) for p in PROMPTS])))
+    lengths = jnp.array([len(p) for p in PROMPTS])
+    found = np.stack(repeat(model, model.method.cache.repetition, tokens, lengths, Calls()).scores)
     for row, expected in enumerate(scores):
         length = expected.shape[-1]
         np.testing.assert_allclose(found[:, row, :, :length], expected, rtol=5e-3, atol=2e-5)
