@@ -16,8 +16,9 @@ from jaxtyping import Array
 
 import tca_jax
 from tca_jax.cli.options import BackendOption, KVOption
-from tca_jax.engine.cache import CacheLayout, PagedCache, kept_of_prompt
+from tca_jax.engine.cache import CacheLayout, kept_of_prompt
 from tca_jax.engine.lm import KV
+from tca_jax.engine.pages import Rows
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.methods.base import CachePolicy
@@ -67,15 +68,38 @@ class Plan:
     def num_bytes(self) -> int:
         return self.layout.num_bytes(self.config.head_dim, self.kv)
 
-    def make(self, seed: int) -> PagedCache:
-        """A cache of random keys and values that holds all that it can keep of the prompt."""
-        starts = self.layout.window_start(jnp.full(self.rows, self.tokens, jnp.int32))
-        empty = self.layout.empty(self.config.head_dim, self.kv, starts)
+    def make(self, seed: int) -> Rows:
+        """Rows of random keys and values that hold all that they can keep of the prompt."""
+        layout, (heads,) = self.layout, self.kept.shape
+        rows = Rows.create(
+            1,
+            self.rows,
+            heads,
+            pages=layout.num_pages,
+            columns=layout.kept_columns[0],
+            window_pages=layout.num_window_pages,
+            mean_pages=None,
+            page_size=layout.block_size,
+            head_dim=self.config.head_dim,
+            dtype=self.kv,
+        )
         wide = jnp.bfloat16 if jnp.dtype(self.kv) == CODES else self.kv
         keys = jax.random.split(jax.random.key(seed))
-        k, v = (encode(common.random_normal(key, empty.k.shape, wide), empty.k) for key in keys)
-        kept = jnp.asarray(np.tile(self.kept, (self.rows, 1)), jnp.int32)
-        return dataclasses.replace(empty, k=k, v=v, kept=(kept,))
+        k, v = (encode(common.random_normal(key, rows.k.shape, wide), rows.k) for key in keys)
+        kept = jnp.asarray(np.tile(self.kept, (1, self.rows, 1)), jnp.int32)
+        kept_pages, free = rows.free.take(-(-kept // rows.page_size), rows.columns, rows.num_pages)
+        window, free = free.take(jnp.full_like(kept, rows.window_pages), rows.window_pages, rows.num_pages)
+        start = max(0, self.tokens // rows.page_size - (rows.window_pages - 1)) * rows.page_size
+        return dataclasses.replace(
+            rows,
+            k=k,
+            v=v,
+            free=free,
+            pages=jnp.concatenate([kept_pages, window], axis=-1),
+            kept=kept,
+            start=jnp.full_like(rows.start, start),
+            length=jnp.full_like(rows.length, self.tokens),
+        )
 
     def row(self, seconds: float, copied: float) -> common.Row:
         """Columns of a step that takes `seconds`; `copied` is the rate of the floor."""
@@ -86,17 +110,16 @@ class Plan:
         return row | {"ms": 1e3 * seconds, "GB/s": read / seconds / 1e9, "over floor": seconds * copied / read}
 
 
-def attend(q: Array, cache: PagedCache, layout: CacheLayout, backend: Any) -> Array:
-    """Attention `[B, H_q, d]` of the token behind the prompt."""
-    at = jnp.full(layout.batch, layout.prompt_tokens, jnp.int32)
-    out, _ = paged_attention(q[:, None], (cache.pages(0),), at, at, window=layout.window, backend=backend)
+def attend(q: Array, rows: Rows, window: int, backend: Any) -> Array:
+    """Attention `[B, H_q, d]` of the token after the prompt."""
+    out, _ = paged_attention(q[:, None], rows.of_layer(0), rows.length, rows.length, window=window, backend=backend)
     return out[:, 0]
 
 
-def run_steps(backend: Any, layout: CacheLayout, q: Array, rotation: Array, caches: Sequence[PagedCache]) -> Array:
+def run_steps(backend: Any, window: int, q: Array, rotation: Array, caches: Sequence[Rows]) -> Array:
     """`STEPS` dependent steps over `caches` in turn; without caches only the product, which keeps steps from fusing."""
     for step in range(STEPS):
-        out = attend(q, caches[step % len(caches)], layout, backend) if caches else q
+        out = attend(q, caches[step % len(caches)], window, backend) if caches else q
         q = (q + out) @ rotation
     return q
 
@@ -104,12 +127,12 @@ def run_steps(backend: Any, layout: CacheLayout, q: Array, rotation: Array, cach
 def measure(plans: Sequence[Plan], backend: str, copied: float, repeats: int) -> list[common.Row]:
     """A row for each plan; their caches must fit together."""
     q, rotation = _queries(plans[0])
-    empty = jax.jit(functools.partial(run_steps, backend, plans[0].layout))
+    empty = jax.jit(functools.partial(run_steps, backend, plans[0].policy.window))
     calls: dict[Any, Callable[[], Any]] = {"empty": functools.partial(empty, q, rotation, ())}
     for plan in plans:
         cache, copies = plan.make(seed=plan.tokens), min(STEPS, cdiv(_PAST_L2_BYTES, plan.num_bytes)) - 1
         caches = (cache, *(jax.tree.map(jnp.copy, cache) for _ in range(copies)))
-        program = jax.jit(functools.partial(run_steps, backend, plan.layout))
+        program = jax.jit(functools.partial(run_steps, backend, plan.policy.window))
         calls[plan.name, plan.kv] = functools.partial(program, q, rotation, caches)
     seconds = common.time_in_turns(calls, repeats)
     net = {name: (each - seconds["empty"]) / STEPS for name, each in seconds.items()}
@@ -132,7 +155,7 @@ def _queries(plan: Plan) -> tuple[Array, Array]:
 def _check(plan: Plan, backend: str) -> float:
     """Relative error of one step against the XLA oracle."""
     cache, (q, _) = plan.make(seed=1), _queries(plan)
-    step = functools.partial(attend, layout=plan.layout)
+    step = functools.partial(attend, window=plan.policy.window)
     return common.agreement(backend, lambda backend: jax.jit(functools.partial(step, backend=backend))(q, cache))
 
 
