@@ -1,31 +1,43 @@
-"""One layer's paged cache in tests: filled by prompts, and looked into token by token."""
+"""Rows of a page table in tests: one layer filled by prompts, and looked into token by token."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.read import prefill_layer
+from tca_jax.engine.pages import Rows
+from tca_jax.engine.read import attend_selected
 from tca_jax.methods.base import Heads
 
 
-def read_layer(method, layout, lengths, qkv, backend="auto", **options):
-    """What attention gives, and the cache of one layer behind prompts; arguments of `prefill_layer`."""
-    cache = layout.empty(qkv[1].shape[-1], jnp.float32, layout.window_start(lengths))
-    heads = Heads.all(qkv[1].shape[2])
-    return prefill_layer(method, 0, heads, *qkv, lengths, layout, cache, backend, **options)
+def read_layer(method, layout, lengths, qkv, fed=0, backend="auto"):
+    """What attention gives, and rows of one layer that hold prompts, with pages for `fed` tokens more."""
+    _, k, v = qkv
+    rows = Rows.create(
+        1,
+        *(len(lengths), k.shape[2]),
+        pages=layout.num_pages,
+        columns=layout.kept_columns[0],
+        window_pages=layout.num_window_pages,
+        mean_pages=None,
+        page_size=layout.block_size,
+        head_dim=k.shape[-1],
+        dtype=jnp.float32,
+    )
+    attended, written = attend_selected(method, 0, Heads.all(k.shape[2]), *qkv, lengths, layout, backend)
+    kept = written.kept
+    return attended, rows.with_prompts(0, jnp.arange(len(lengths)), kept, k, v, lengths, lengths + fed)
 
 
-def kept_tokens(cache, row, head):
+def kept_tokens(rows, row, head, layer=0):
     """Keys and values that a head keeps `[2, n, d]`."""
-    tokens = np.arange(int(cache.kept[0][row, head]))
-    pages = np.asarray(cache.tables[0])[row, head, tokens // cache.block_size]
-    return np.stack([np.asarray(x)[pages, tokens % cache.block_size] for x in (cache.k, cache.v)])
+    tokens = np.arange(int(rows.kept[layer, row, head]))
+    pages = np.asarray(rows.pages)[layer, row, head, tokens // rows.page_size]
+    return np.stack([np.asarray(x)[pages, tokens % rows.page_size] for x in (rows.k, rows.v)])
 
 
-def local_tokens(cache, row, positions):
+def local_tokens(rows, row, positions, layer=0):
     """Keys and values of positions in the window `[2, Hkv, n, d]`."""
-    b = cache.block_size
-    columns = cache.kept_columns[0] + (positions - int(cache.start[row])) // b
-    pages = np.asarray(cache.tables[0])[row][:, columns]
-    return np.stack([np.asarray(x)[pages, positions % b] for x in (cache.k, cache.v)])
+    columns = rows.columns + (positions - int(rows.start[row])) // rows.page_size
+    pages = np.asarray(rows.pages)[layer, row][:, columns]
+    return np.stack([np.asarray(x)[pages, positions % rows.page_size] for x in (rows.k, rows.v)])

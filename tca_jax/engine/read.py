@@ -229,7 +229,7 @@ def _read_layer(
             )
         else:
             heads = heads_of(lm.head_shards, index, k.shape[2])
-            attended, written = _attend_selected(method, index, heads, q, k, v, lengths, layout, backend)
+            attended, written = attend_selected(method, index, heads, q, k, v, lengths, layout, backend)
         if rows is None:
             (out, pairs), filled = attended, None
             return out, (pairs, filled)
@@ -249,7 +249,7 @@ class _Written(NamedTuple):
     raised: Bool[Array, " B"] | None = None
 
 
-def _attend_selected(
+def attend_selected(
     method: Method,
     layer: int | Array,
     heads: Heads,

@@ -1,4 +1,4 @@
-"""The KV cache in pages: static layout, what tables name, what prompts leave, idle rows."""
+"""Sizes of rows, planned before anything is compiled, and the tokens of prompts in pages; idle rows."""
 
 import functools
 
@@ -11,12 +11,9 @@ from paged import kept_tokens, local_tokens, read_layer
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine.cache import CacheLayout
-from tca_jax.engine.decode import decode_layer
-from tca_jax.methods.base import Heads
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
 DENSE, D = CONFIG.num_candidates, 16
-HEADS = Heads.all(2)
 
 
 def method_of(candidates, config=CONFIG):
@@ -34,48 +31,51 @@ def _qkv(seed, batch, tokens, heads=4, kv_heads=2, d=D):
     return tuple(rng.normal(size=(batch, tokens, h, d)).astype(np.float32) for h in (heads, kv_heads, kv_heads))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def read(method, layout, lengths, qkv):
-    """The cache of one layer behind prompts."""
-    return read_layer(method, layout, lengths, qkv)[1]
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="fed")
+def read(method, layout, lengths, qkv, fed=0):
+    """Rows of one layer that hold prompts."""
+    return read_layer(method, layout, lengths, qkv, fed)[1]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_page_is_named_once(batch):
-    policy = methods.configured(CONFIG, [(0, 7, DENSE), (DENSE, 0, 0)]).cache
-    layout = CacheLayout.plan(policy, 2, 3, batch, 1000, 0)
-    named = np.concatenate([np.asarray(table).ravel() for table in layout.tables()])
-    named = named[named < layout.num_pages]
-    assert sorted(named.tolist()) == list(range(layout.num_pages))
+    """Windows take one page a block, kept tokens one for each b of a head; none is left of a full plan."""
+    candidates, lengths = (DENSE, DENSE), np.full(batch, 1000)
+    layout = plan(candidates, batch, 1000, 24)
+    rows = read(method_of(candidates), layout, lengths, _qkv(0, batch, 1000), fed=24)
+    named = np.asarray(rows.pages).ravel()
+    assert len(np.unique(named[named < rows.num_pages])) == (named < rows.num_pages).sum() == int(rows.free.taken)
+    assert int(rows.free.taken) == 2 * batch * (3 + 123)
+    layout = CacheLayout.plan(methods.configured(CONFIG, [(0, 7, DENSE)]).cache, 1, 3, batch, 1000, 0)
     assert np.all(np.diff(layout.kept_pages[0][0]) > 0)  # sparse, denser, dense
 
 
 def test_idle_rows_are_not_written():
-    method, lengths = method_of((7, DENSE)), jnp.array([45, 30, 37])
-    cache = CacheLayout.plan(method.cache, 1, 2, 3, 64, 8).empty(D, jnp.float32, lengths - lengths % 8)
-    step = jax.jit(lambda *x: decode_layer(method.cache, 0, HEADS, *x[:3], None, cache, lengths, None, fed=x[3])[1])
-    fed, of_all = (step(*_qkv(1, 3, 1), np.array(rows)) for rows in ([True, False, True], [True] * 3))
-    kept = np.asarray(cache.window_pages(0, lengths // 8))[1]
-    np.testing.assert_array_equal(fed.k[kept], cache.k[kept])
-    assert np.asarray(of_all.k[kept]).any()
-    np.testing.assert_array_equal(fed.k.at[kept].set(0), of_all.k.at[kept].set(0))
-    np.testing.assert_array_equal(fed.v.at[kept].set(0), of_all.v.at[kept].set(0))
+    candidates, lengths = (7, DENSE), np.array([45, 30, 37])
+    rows = read(method_of(candidates), plan(candidates, 3, 64, 8), lengths, _qkv(0, 3, 64), fed=8)
+    _, k, v = map(jnp.asarray, _qkv(1, 3, 1))
+
+    def write(fed):
+        return rows.with_tokens(0, k, v, lengths[:, None], np.array(fed)[:, None], rows.start)
+
+    fed, of_all = write([True, False, True]), write([True] * 3)
+    idle = np.asarray(rows.pages)[0, 1, :, rows.columns :].ravel()
+    np.testing.assert_array_equal(fed.k[idle], rows.k[idle])
+    assert (np.asarray(of_all.k)[idle] != np.asarray(rows.k)[idle]).any()
+    for one, other in ((fed.k, of_all.k), (fed.v, of_all.v)):
+        np.testing.assert_array_equal(one.at[idle].set(0), other.at[idle].set(0))
 
 
-def test_heads_that_share_pages_have_their_own():
+def test_heads_that_share_pages_have_enough():
     share = {"share": 0.3, "block_size": 8, "window": 16, "observation": 8}
     adaptive, same = (methods.get(name, **share).cache for name in ("adakv", "snapkv"))
-    layout, fed = CacheLayout.plan(adaptive, 2, 3, 2, 1200, 40), 5
+    layout = CacheLayout.plan(adaptive, 2, 3, 2, 1200, 40)
     assert layout.num_pages < 0.5 * layout.batch * np.sum(layout.kept_pages)
     assert layout.num_pages <= CacheLayout.plan(same, 2, 3, 2, 1200, 40).num_pages + 2 * 2 * 3 * 2 * 128 // 8
     most = adaptive.shared_capacities(1200, 1, 3)[0]
-    held = [[most - 7, 7, 0], [most // 3, most // 3 - 1, most // 3]]
-    tables = [np.asarray(table) for table in layout.tables(held=[jnp.array(held)] * 2)]
-    named = np.concatenate([table[table < layout.num_pages] for table in tables])
-    windows = 2 * 2 * 3 * (layout.window_columns - layout.num_window_pages)  # entries that serve a page again
-    assert len(np.unique(named)) == len(named) - windows
-    pages = (tables[1][..., : layout.kept_columns[1]] < layout.num_pages).sum(axis=-1)
-    assert (pages >= -(-np.array(held) // 8) + fed).all()
+    for held in ([most - 7, 7, 0], [most // 3, most // 3 - 1, most // 3]):
+        needed = sum(-(-tokens // 8) + 5 for tokens in held)  # and 5 blocks that are fed
+        assert needed <= layout.shared_by_row(0) == layout.shared_by_row(1)
 
 
 def test_layers_that_share_pages_have_enough():
@@ -104,7 +104,14 @@ def test_pages_of_a_million_tokens_fit_int32():
     layout = CacheLayout.plan(policy, 32, 8, 1, 2**20, 4096)
     assert layout.num_pages * 128 * 128 > 2**31
     assert layout.num_pages < 2**31
-    assert int(layout.tables()[31].max()) < layout.num_pages
+
+
+def test_unbounded_windows_hold_whole_pages():
+    full, qkv = methods.get("full"), _qkv(0, 2, 256)
+    rows = read(full, CacheLayout.plan(full.cache, 1, 2, 2, 256, 0), np.array([256, 128]), qkv)
+    for row, length in enumerate((256, 128)):
+        expected = np.stack([x[row, :length].swapaxes(0, 1) for x in qkv[1:]])
+        np.testing.assert_array_equal(local_tokens(rows, row, np.arange(length)), expected)
 
 
 @pytest.mark.parametrize("length", [5, 40, 71, 72])
@@ -112,13 +119,13 @@ def test_pages_hold_local_and_selected_tokens(length):
     q, k, v = _qkv(0, 1, 72)
     candidates = (0, 9)
     lengths = np.array([length], np.int32)
-    cache = read(method_of(candidates), plan(candidates, 1, 72, 29), lengths, (q, k, v))
+    rows = read(method_of(candidates), plan(candidates, 1, 72, 29), lengths, (q, k, v), fed=29)
     positions = np.arange(8 * CONFIG.num_ranked_blocks(length), length)
     expected = np.stack([np.asarray(x)[0, positions].swapaxes(0, 1) for x in (k, v)])
-    np.testing.assert_array_equal(local_tokens(cache, 0, positions), expected)
+    np.testing.assert_array_equal(local_tokens(rows, 0, positions), expected)
     mask = np.asarray(tca_jax.select(q[:, max(0, length - 64) : length], k, jnp.array(candidates), lengths, CONFIG))[0]
     for head in range(2):
         chosen = np.flatnonzero(mask[head])
         np.testing.assert_array_equal(
-            kept_tokens(cache, 0, head), np.stack([np.asarray(x)[0, chosen, head] for x in (k, v)])
+            kept_tokens(rows, 0, head), np.stack([np.asarray(x)[0, chosen, head] for x in (k, v)])
         )

@@ -1,102 +1,98 @@
-"""Appending: equal to feeding the same tokens one by one, whatever the edges, and to one long prompt."""
+"""Appending: equal to decoding the same tokens, whatever the edges and the calls, and to one long prompt."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged import kept_tokens, local_tokens, read_layer
+from paged import kept_tokens, local_tokens
 from tiny import TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine import extend as extend_module
-from tca_jax.engine.cache import CacheLayout, shared_and_own
-from tca_jax.engine.decode import decode_layer
-from tca_jax.engine.extend import AppendedColumns, align, extend, extend_layer, num_columns, rows_with_leaving_block
-from tca_jax.engine.read import read_prompts
+from tca_jax.engine.decode import Steps, begin, row_keys
+from tca_jax.engine.extend import align, feed, num_columns
+from tca_jax.engine.read import Calls, read
+from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.score import scores_of_appended
-from tca_jax.methods.base import Heads
 
 B, W = 8, 16
+LONGEST, FED = 48, 24  # tokens of a prompt, and after it
 DENSE = TCA.num_candidates
 METHODS = {
-    "tca": methods.configured(TCA, [[4, DENSE]]),
+    "tca": methods.configured(TCA, [[4, DENSE]] * 2),
     "streaming": methods.get("streaming", sinks=12, window=W, block_size=B),
     "random": methods.get("random", share=0.4, window=W, block_size=B),
 }
+MORE = np.array([random_prompt(seed, FED) for seed in (8, 9)], np.int32)
 
 
-def qkv(seed, batch, tokens, heads=4, kv_heads=2, d=16):
-    rng = np.random.default_rng(seed)
-    shapes = [(batch, tokens, h, d) for h in (heads, kv_heads, kv_heads)]
-    return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
+@pytest.fixture(scope="module")
+def lm():
+    return tiny_lm()
 
 
-HEADS = Heads.all(2)
+def opened(lm, prompts, fed):
+    """Prompts in rows with pages for `fed` tokens more, and logits after them."""
+    tokens = np.zeros((len(prompts), max(LONGEST, *map(len, prompts))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+    found = read(lm, jnp.asarray(tokens), lengths, lengths + fed, lm.cache_layout(*tokens.shape, fed), backend="xla")
+    return found.rows, found.logits
 
 
-@functools.cache
-def read(name: str, prompts: tuple[int, ...]):
-    """A layer's cache behind prompts of these lengths, and that of up to 64 tokens that follow."""
-    return _read(name, np.array(prompts, np.int32), qkv(1, len(prompts), 48))
+def append(lm, rows, tokens, starts, lengths, columns=FED + B):
+    """Rows with right-padded tokens, and log-probabilities `[R, n, V]` after each of these."""
+    starts, lengths = (np.asarray(x, np.int32) for x in (starts, lengths))
+    aligned = align(tokens, starts, block_size=B, columns=num_columns(columns, B))
+    result = feed(lm, rows, *map(jnp.asarray, (aligned, starts, lengths)), Calls(), keep_hidden=True, backend="xla")
+    places = starts[:, None] % B + np.arange(tokens.shape[1])
+    hidden = jnp.take_along_axis(result.hidden, places[..., None], axis=1)
+    return result, jax.nn.log_softmax(lm.decoder.logits(hidden))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _read(name, lengths, qkv):
-    method, sizes = METHODS[name], (1, 2, len(lengths), 48)
-    _, cache = read_layer(method, CacheLayout.plan(method.cache, *sizes, 0), lengths, qkv)
-    return shared_and_own(cache, CacheLayout.plan_following(method.cache, *sizes, 64), lengths)
+def append_singly(lm, rows, tokens, starts, lengths):
+    """The same in a call for each token."""
+    logprobs = []
+    for t in range(max(lengths)):
+        new = np.less(t, lengths).astype(np.int32)
+        at = np.add(starts, np.minimum(t, lengths))
+        result, found = append(lm, rows, tokens[:, t : t + 1], at, new, columns=B)
+        rows = result.rows
+        logprobs.append(found)
+    return rows, jnp.concatenate(logprobs, axis=1)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _extend_layer(name, q, k, v, shared, cache, where):
-    return extend_layer(METHODS[name].cache, 0, HEADS, q, k, v, shared, cache, where)
+@functools.partial(jax.jit, static_argnames="method")
+def decode(lm, method, rows, logits, tokens, starts, lengths):
+    """The same in steps of decoding, which are made to feed these tokens; log-probabilities in descending order."""
+    lm = dataclasses.replace(lm, method=method)
+    steps, (count, vocabulary) = Steps(lm, lengths + 1, Sampling(), None, "xla"), logits.shape
+    rest = row_keys(jax.random.key(0), count), None, Sampling(), jnp.zeros(0, jnp.int32)
+    state = begin(lm, rows, logits, starts, None, *rest, new_tokens=FED + 1, logprobs=vocabulary)
+
+    def step(state, token):
+        return steps.take_evicting(dataclasses.replace(state, last=token)), None
+
+    state, _ = jax.lax.scan(step, state, tokens.T)
+    return state.cache, state.top[1][:, 1:]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def one_by_one(name, shared, cache, new, starts, prompt_lengths, lengths):
-    """Feeds rows' tokens through decoding, a row that has no more keeping its cache; outputs `[B, T, Hq, d]`."""
-    policy = METHODS[name].cache
-
-    def step(cache, inputs):
-        t, *token = inputs
-        token, fed = [x[:, None] for x in token], t < lengths
-        positions = jnp.where(fed, starts + t, starts + lengths)  # past its end a row writes where nobody looks
-        leaving = rows_with_leaving_block(policy, positions, prompt_lengths) & fed
-        out, after = decode_layer(policy, 0, HEADS, *token, shared, cache, positions, leaving)
-        return after, out[:, 0]
-
-    steps = (jnp.arange(new[0].shape[1]), *(jnp.swapaxes(x, 0, 1) for x in new))
-    cache, outs = jax.lax.scan(step, cache, steps)
-    return jnp.swapaxes(outs, 0, 1), cache
-
-
-def appended(name, prompts, starts, lengths, new, caches=None):
-    """The same through `extend_layer`: outputs of each row's tokens, and the cache."""
-    shared, cache = caches or read(name, prompts)
-    columns = num_columns(max(s % B + n for s, n in zip(starts, lengths, strict=True)), B)
-    firsts = np.array(starts, np.int32) // B * B
-    where = AppendedColumns(firsts, *(np.array(x, np.int32) for x in (starts, np.add(starts, lengths), prompts)))
-    aligned = [np.zeros((len(starts), columns, *x.shape[2:]), np.float32) for x in new]
-    for to, x in zip(aligned, new, strict=True):
-        for row, (start, n) in enumerate(zip(starts, lengths, strict=True)):
-            to[row, start % B : start % B + n] = x[row, :n]
-    out, cache = _extend_layer(name, *aligned, shared, cache, where)
-    return [
-        np.asarray(out)[row, s % B : s % B + n] for row, (s, n) in enumerate(zip(starts, lengths, strict=True))
-    ], cache
-
-
-def check_same_cache(cache, expected, ends):
-    """What later queries can see is the same: the rows' own part of their windows, and what was kept."""
-    np.testing.assert_array_equal(cache.kept[0], expected.kept[0])
-    for row, end in enumerate(ends):
-        positions = np.arange(max(int(cache.start[row]), (end - 1) // B * B - W), end)
-        np.testing.assert_array_equal(*(local_tokens(each, row, positions) for each in (cache, expected)))
-        for head in range(2):
-            np.testing.assert_array_equal(*(kept_tokens(each, row, head) for each in (cache, expected)))
+def check_same_rows(rows, expected, ends):
+    """What later queries can see is the same."""
+    np.testing.assert_array_equal(rows.kept, expected.kept)
+    np.testing.assert_array_equal(rows.start, expected.start)
+    np.testing.assert_array_equal(rows.length, ends)
+    for layer, row in np.ndindex(rows.kept.shape[:2]):
+        positions = np.arange(int(rows.start[row]), ends[row])
+        both = [local_tokens(each, row, positions, layer) for each in (rows, expected)]
+        np.testing.assert_allclose(*both, atol=1e-4)
+        for head in range(rows.kept.shape[2]):
+            np.testing.assert_allclose(*(kept_tokens(each, row, head, layer) for each in (rows, expected)), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -111,31 +107,21 @@ def check_same_cache(cache, expected, ends):
         ((46, 21), (24, 0)),  # a row without a token
     ],
 )
-def test_appended_tokens_equal_tokens_fed_singly(name, prompts, lengths):
-    new = qkv(2, 2, 24)
-    starts = np.array(prompts, np.int32)
-    most = [x[:, : max(lengths)] for x in new]
-    expected, fed = one_by_one(name, *read(name, prompts), most, starts, starts, np.array(lengths))
-    outs, cache = appended(name, prompts, prompts, lengths, new)
-    for row, out in enumerate(outs):
-        np.testing.assert_allclose(out, np.asarray(expected)[row, : lengths[row]], atol=2e-5)
-    check_same_cache(cache, fed, np.add(prompts, lengths))
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return tiny_lm()
-
-
-def opened(model, prompts, fed):
-    """The cache of these prompts, and that of some more tokens."""
-    lengths = np.array([len(p) for p in prompts], np.int32)
-    tokens = np.zeros((len(prompts), max(lengths)), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    args = jnp.asarray(tokens), jnp.asarray(lengths)
-    _, cache, *_ = read_prompts(model, *args, model.cache_layout(*tokens.shape), backend="xla")
-    return shared_and_own(cache, model.following_layout(*tokens.shape, fed), args[1]), args[1]
+def test_appended_tokens_equal_decoded_ones(lm, name, prompts, lengths):
+    model = lm.with_method(METHODS[name])
+    rows, logits = opened(model, [random_prompt(seed, n) for seed, n in enumerate(prompts)], FED)
+    starts, counts, ends = jnp.array(prompts), jnp.array(lengths), np.add(prompts, lengths)
+    expected, values = decode(model.for_programs(), model.method, rows, logits, jnp.asarray(MORE), starts, counts)
+    result, at_once = append(model, jax.tree.map(jnp.copy, rows), MORE, prompts, lengths)
+    in_turn, singly = append_singly(model, rows, MORE, prompts, lengths)
+    for each in (result.rows, in_turn):
+        check_same_rows(each, expected, ends)
+    for row, n in enumerate(lengths):
+        for logprobs in (at_once, singly):
+            found = np.sort(np.asarray(logprobs)[row, :n])[:, ::-1]
+            np.testing.assert_allclose(found, np.asarray(values)[row, :n], atol=2e-4)
+        if n:
+            np.testing.assert_allclose(jax.nn.log_softmax(result.logits[row]), at_once[row, n - 1], atol=1e-5)
 
 
 @pytest.mark.parametrize("piece", [8, 24, 2048])
@@ -144,19 +130,14 @@ def test_dense_heads_equal_one_long_prompt(lm, piece, monkeypatch):
     monkeypatch.setattr(extend_module, "_PIECE_TOKENS", piece)
     model = with_candidates(lm, [[DENSE, DENSE]] * 2)
     prompts, more = [random_prompt(0, 61), random_prompt(1, 40)], [random_prompt(2, 43), random_prompt(3, 20)]
-    (shared, own), starts = opened(model, prompts, 64)
+    rows, _ = opened(model, prompts, 64)
     padded = np.zeros((2, 43), np.int32)
     for row, ids in zip(padded, more, strict=True):
         row[: len(ids)] = ids
-    tokens = jnp.asarray(align(padded, np.asarray(starts), block_size=B, columns=num_columns(43 + 5, B)))
-    lengths = jnp.array([43, 20], jnp.int32)
-
-    @jax.jit
-    def run(lm, shared, own, tokens, starts, lengths):
-        result = extend(lm, shared, own, tokens, starts, lengths, starts, keep_hidden=True)
-        return result, scores_of_appended(lm, result.hidden, tokens, starts, lengths)
-
-    result, scores = run(model, shared, own, tokens, starts, lengths)
+    starts, lengths = np.array([61, 40], np.int32), np.array([43, 20], np.int32)
+    result, _ = append(model, rows, padded, starts, lengths, columns=43 + 5)
+    tokens = jnp.asarray(align(padded, starts, block_size=B, columns=num_columns(43 + 5, B)))
+    scores = scores_of_appended(model, result.hidden, tokens, jnp.asarray(starts), jnp.asarray(lengths))
     for row, (prompt, ids) in enumerate(zip(prompts, more, strict=True)):
         (expected,) = tca_jax.score(lm, prompt + ids).logprobs
         first = len(prompt) % B
