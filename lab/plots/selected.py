@@ -109,7 +109,8 @@ def _selected_by_repetition(lm: LM, ids: Sequence[int]) -> Bool[np.ndarray, "lay
     calls = Calls()
     repeated = repeat(lm, policy.repetition, tokens, lengths, calls)
     selections = on_host(select_repeated(lm, repeated, lengths, calls))
-    return np.stack([selection_mask(*each[:2], block_size=policy.block_size)[0] for each in selections])
+    scored = [map(jnp.asarray, each[:2]) for each in selections]
+    return np.stack([selection_mask(*each, block_size=policy.block_size)[0] for each in scored])
 
 
 def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:

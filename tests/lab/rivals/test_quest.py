@@ -1,5 +1,6 @@
 """Quest: which pages a step attends to, against a plain transcription of the authors' rule, from pages to answers."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,11 +13,11 @@ from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine.cache import CacheLayout, shared_and_own
-from tca_jax.engine.decode import decode_layer
-from tca_jax.engine.extend import rows_with_leaving_block
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.engine.decode import evict_block
 from tca_jax.lab.rivals.quest import QuestCache
 from tca_jax.methods.base import Heads
+from tca_jax.pallas_kernels.paged_attention import paged_attention
 
 B, W, D = 8, 16, 16
 
@@ -40,42 +41,45 @@ def attention_of_step(q, k, v, pages, position):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def feed(policy, shared, cache, new, first, prompt_lengths):
-    """Outputs of tokens that are fed one by one, `[T, B, Hq, d]`."""
+def feed(policy, rows, new, first):
+    """Outputs of tokens that are fed one by one, `[T, R, Hq, d]`."""
 
-    def step(cache, inputs):
-        t, *token = inputs
-        positions = first + t
-        leaving = rows_with_leaving_block(policy, positions, prompt_lengths)
-        token = [x[:, None] for x in token]
-        out, cache = decode_layer(policy, 0, Heads.all(2), *token, shared, cache, positions, leaving)
-        return cache, out[:, 0]
+    def step(rows, inputs):
+        t, q, k, v = inputs
+        positions, start = first + t, rows.start
+        leaving = rows.are_full(positions, start)
+        rows = evict_block(policy, 0, Heads.all(2), q, k, rows, start, positions, leaving, "xla")
+        rows = dataclasses.replace(rows, start=start + jnp.where(leaving, B, 0))
+        rows = rows.with_tokens(0, k[:, None], v[:, None], positions[:, None], None, rows.start)
+        pages = rows.of_layer(0)
+        pages = policy.attended(0, q, pages, (policy.summarize(0, pages[0]),))
+        return rows, paged_attention(q[:, None], pages, positions, positions, window=W)[0][:, 0]
 
     steps = jnp.arange(new[0].shape[1])
-    return jax.lax.scan(step, cache, (steps, *(jnp.swapaxes(x, 0, 1) for x in new)))[1]
+    return jax.lax.scan(step, rows, (steps, *(jnp.swapaxes(x, 0, 1) for x in new)))[1]
 
 
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("samples", [1, 2], ids=["one cache", "rows that share what was read"])
+@pytest.mark.parametrize("samples", [1, 2], ids=["rows of prompts", "rows that share what was read"])
 @pytest.mark.parametrize("pages", [1, 3])
 def test_steps_attend_to_the_rules_pages(group, samples, pages):
     lengths, steps, rng = (61, 44), 26, np.random.default_rng(group + samples)
-    rows = len(lengths) * samples
-    shapes = [(rows, 64 + steps, heads, D) for heads in (2 * group, 2, 2)]
+    count = len(lengths) * samples
+    shapes = [(count, 64 + steps, heads, D) for heads in (2 * group, 2, 2)]
     q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     for x in (q, k, v):  # rows of a prompt begin with the same tokens
         x[:, :64] = np.repeat(x[::samples, :64], samples, axis=0)
     policy = QuestCache(W + pages * B, 0, W, B)
     method, n = methods.Method("quest", methods.get("full").prefill, policy), jnp.array(lengths, jnp.int32)
-    layout = CacheLayout.plan(policy, 1, 2, len(lengths), 64, steps if samples == 1 else 0)
-    shared, cache = None, read_layer(method, layout, n, [jnp.asarray(x[::samples, :64]) for x in (q, k, v)])[1]
+    layout = CacheLayout.plan(policy, 1, 2, len(lengths), 64, steps)
+    rows = read_layer(method, layout, n, [jnp.asarray(x[::samples, :64]) for x in (q, k, v)], steps)[1]
     starts = np.repeat(lengths, samples)
     first = jnp.asarray(starts, jnp.int32)
     if samples > 1:
-        shared, cache = shared_and_own(cache, CacheLayout.plan_following(policy, 1, 2, rows, 64, steps), first)
+        rows = rows.with_pages(100).forked(jnp.repeat(jnp.arange(len(lengths)), samples), first + steps)
     new = [x[:, 64:] for x in (q, k, v)]
-    out = np.asarray(feed(policy, shared, cache, [jnp.asarray(x) for x in new], first, first))
-    for row, t, head in np.ndindex(rows, steps, 2):
+    out = np.asarray(feed(policy, rows, [jnp.asarray(x) for x in new], first))
+    for row, t, head in np.ndindex(count, steps, 2):
         at, group_of = starts[row], slice(head * group, (head + 1) * group)
         keys, values = (
             np.concatenate([x[row, :at, head], y[row, : t + 1, head]]).astype(np.float64)
