@@ -38,6 +38,10 @@ class AdaKVCache(GrowingCache):
         for name in ("block_size", "window", "num_queries"):
             object.__setattr__(self, name, getattr(self.scored, name))
 
+    @property
+    def layers_differ(self) -> bool:  # type: ignore[override]
+        return self.scored.layers_differ
+
     def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> AdaKVCache:
         scored = self.scored.for_model(num_layers, frequencies, wording)
         return dataclasses.replace(self, scored=cast(PromptCompression, scored))

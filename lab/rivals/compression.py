@@ -76,6 +76,10 @@ class PromptCompression(GrowingCache):
         limit = f"must be more than window = {self.window}, which counts in"
         require((self.capacity or 0) > self.window, f"capacity = {self.capacity}: {limit}")
 
+    @property
+    def layers_differ(self) -> bool:  # type: ignore[override]
+        return type(self).num_kept is not PromptCompression.num_kept
+
     def score(
         self, q: Float[Array, "B O G d"], k: Float[Array, "B L d"], v: Float[Array, "B L d"], lengths: Int[Array, " B"]
     ) -> Float32[Array, "B L"]:

@@ -34,6 +34,8 @@ class FlexPrefill(BlockSparsePrefill):
     min_budget: int = 1024  # least tokens of vertical and of slash blocks each; shorter prompts are attended to exactly
     block_size: int = 128  # tokens in a block, queries in a tile and in the sample; 16 or a multiple for Triton
 
+    layers_differ = False
+
     def __post_init__(self) -> None:
         check_number("gamma", self.gamma, above=0, at_most=1)
         check_not_negative("tau", self.tau)

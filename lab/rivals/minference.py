@@ -87,6 +87,10 @@ class MInferencePrefill(BlockSparsePrefill):
         if self.patterns is not None:
             object.__setattr__(self, "patterns", _parsed(self.patterns))
 
+    @property
+    def layers_differ(self) -> bool:  # type: ignore[override]
+        return self.patterns is not None
+
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         if self.patterns is not None:
             check_query_heads("patterns", self.patterns, num_layers, num_kv_heads)

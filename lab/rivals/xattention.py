@@ -57,6 +57,10 @@ class XAttentionPrefill(BlockSparsePrefill):
         require(divides, f"stride = {self.stride}: must divide block_size = {self.block_size}")
         check_integer("dense_tokens", self.dense_tokens, at_least=0)
 
+    @property
+    def layers_differ(self) -> bool:  # type: ignore[override]
+        return isinstance(self.threshold, tuple)
+
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         if isinstance(self.threshold, tuple):
             check_query_heads("threshold", self.threshold, num_layers, num_kv_heads)
