@@ -137,8 +137,8 @@ class CachePolicy(abc.ABC):
         window: Least number of local tokens, w, a positive multiple of b; `UNBOUNDED` for all of them.
         num_queries: Prompt queries, counted from the last, that `select` looks at; None for all of them.
         layers_differ: Whether it does something else in another layer; otherwise layers share a program.
-        reader: Reads prompts that can have ranked blocks, in place of `engine.read.read_prompts` and with its
-            arguments, for policies that select once the whole model has run; then `select` is not called. None for
+        reader: Reads prompts that can have ranked blocks, in place of `engine.read.read`, with its arguments and its
+            `Calls`, for policies that select once the whole model has run; then `select` is not called. None for
             most policies.
     """
 
