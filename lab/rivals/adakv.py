@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from tca_jax.errors import check_not_negative, require
 from tca_jax.lab.rivals.compression import GrowingCache, Inputs, PromptCompression, Scores, divided
 from tca_jax.lab.rivals.snapkv import SnapKVCache
-from tca_jax.methods.base import Frequencies, Heads, Method, Wording
+from tca_jax.methods.base import Frequencies, Heads, Layer, Method, Wording
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
@@ -52,7 +52,7 @@ class AdaKVCache(GrowingCache):
         return tuple(num_kv_heads * each for each in of_heads)
 
     def select(
-        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
         scores = self.scored.token_scores(Inputs(heads, q, k, v, lengths, backend))
         mean = self.scored.mean_of_heads(layer, lengths, k.shape[1])

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.errors import check_geometry, check_integer, check_number, require
 from tca_jax.lab.rivals.ranks import highest, ordered, threshold, total
-from tca_jax.methods.base import CachePolicy, Heads, Method, PrefillPolicy
+from tca_jax.methods.base import CachePolicy, Heads, Layer, Method, PrefillPolicy
 from tca_jax.methods.full import FullCache, FullPrefill
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
@@ -50,7 +50,7 @@ class GrowingCache(CachePolicy):
         return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
 
     def evict(
-        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+        self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
         return Selection.of_block(attention, attention.shape[-1])
 
@@ -90,7 +90,7 @@ class PromptCompression(GrowingCache):
         """Scores of the tokens of all KV heads."""
         return over_heads(lambda q, k, v: self.score(q, k, v, x.lengths), x.q, x.k, x.v)
 
-    def num_kept(self, layer: int, max_blocks: int) -> Int[np.ndarray, " N"]:
+    def num_kept(self, layer: Layer, max_blocks: int) -> Int[np.ndarray, " N"]:
         """Tokens that a head of the layer keeps of 0, 1, ..., `max_blocks` ranked blocks."""
         return self.mean_kept(max_blocks)
 
@@ -105,7 +105,7 @@ class PromptCompression(GrowingCache):
         return int(self.num_kept(layer, self.num_ranked_blocks(prompt_tokens)).max())
 
     def select(
-        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
         scores = self.token_scores(Inputs(heads, q, k, v, lengths, backend))
         mean = self.mean_of_heads(layer, lengths, k.shape[1])
@@ -116,7 +116,7 @@ class PromptCompression(GrowingCache):
         with jax.named_scope("token_scores"):
             return without_subnormals(self.scores(x))
 
-    def mean_of_heads(self, layer: int, lengths: Int[Array, " B"], prompt_tokens: int) -> Int32[Array, " B"]:
+    def mean_of_heads(self, layer: Layer, lengths: Int[Array, " B"], prompt_tokens: int) -> Int32[Array, " B"]:
         """Tokens that a head of the layer keeps of each prompt, of which the longest has `prompt_tokens`."""
         by_blocks = jnp.asarray(self.num_kept(layer, self.num_ranked_blocks(prompt_tokens)), jnp.int32)
         return by_blocks[self.num_ranked_blocks(lengths)]

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float32, Float64, Int
 
 from tca_jax.errors import check_flag, check_number, explaining
 from tca_jax.lab.rivals.tables import check_shape, numbers_by_head
-from tca_jax.methods.base import CachePolicy, Heads, Method, PerHead
+from tca_jax.methods.base import CachePolicy, Heads, Layer, Method, PerHead
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
@@ -32,6 +32,7 @@ class DuoAttentionCache(CachePolicy):
     retrieval: tuple[tuple[bool, ...], ...]  # whether a KV head is a retrieval head, `[layers][H_kv]`
     streaming: StreamingCache  # what the other heads keep
     option: ClassVar[str] = "gates"  # with the numbers of heads
+    layers_differ: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "window"):
@@ -48,7 +49,7 @@ class DuoAttentionCache(CachePolicy):
         return tuple(sizes[retrieval] for retrieval in self.retrieval[layer])
 
     def select(
-        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
         scores, budgets, _ = self.streaming.select(layer, heads, q, k, v, lengths, backend)
         ranked = jnp.arange(budgets.shape[-1]) < self.num_ranked_blocks(lengths)[:, None, None]
@@ -56,7 +57,7 @@ class DuoAttentionCache(CachePolicy):
         return Selection(scores, jnp.where(self._retrieves(layer, heads), everything, budgets))
 
     def evict(
-        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+        self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
         scores, budgets, _ = self.streaming.evict(layer, heads, attention, blocks)
         return Selection(scores, jnp.where(self._retrieves(layer, heads), jnp.int32(self.block_size), budgets))
@@ -64,8 +65,8 @@ class DuoAttentionCache(CachePolicy):
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         check_shape(self.option, self.retrieval, num_layers, num_kv_heads)
 
-    def _retrieves(self, layer: int, heads: Heads) -> Bool[Array, "Hkv 1"]:
-        return jnp.asarray(heads.of(np.asarray(self.retrieval[layer])))[:, None]
+    def _retrieves(self, layer: Layer, heads: Heads) -> Bool[Array, "Hkv 1"]:
+        return jnp.asarray(heads.of(jnp.asarray(self.retrieval)[layer]))[:, None]
 
 
 def duoattention(

@@ -19,7 +19,7 @@ from tca_jax.errors import check_integer, check_not_negative, check_number
 from tca_jax.lab.rivals.compression import rival
 from tca_jax.lab.rivals.last_attention import diagonal_sums, last_attention
 from tca_jax.lab.rivals.ranks import covering, highest
-from tca_jax.methods.base import Heads, last_queries
+from tca_jax.methods.base import Heads, Layer, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
 from tca_jax.pallas_kernels.numerics import cdiv, scaled_scores
@@ -52,7 +52,9 @@ class FlexPrefill(BlockSparsePrefill):
         """Least blocks of each kind of line."""
         return max(1, cdiv(self.min_budget, self.block_size))
 
-    def estimate(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
+    def estimate(
+        self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array
+    ) -> tuple[Listed, ...]:
         size, batch, tiles = self.block_size, q.shape[0], cdiv(q.shape[1], self.block_size)
         queries = last_queries(q, lengths, size)
         attention = last_attention(queries, k, lengths)

@@ -23,7 +23,7 @@ from tca_jax.lab.rivals.compression import rival
 from tca_jax.lab.rivals.last_attention import diagonal_sums, last_attention
 from tca_jax.lab.rivals.ranks import highest
 from tca_jax.lab.rivals.tables import check_query_heads, of_layer
-from tca_jax.methods.base import Heads, last_queries
+from tca_jax.methods.base import Heads, Layer, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, columns_of_mask, lists_of_mask
 from tca_jax.pallas_kernels.numerics import cdiv
@@ -95,7 +95,9 @@ class MInferencePrefill(BlockSparsePrefill):
         if self.patterns is not None:
             check_query_heads("patterns", self.patterns, num_layers, num_kv_heads)
 
-    def estimate(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
+    def estimate(
+        self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array
+    ) -> tuple[Listed, ...]:
         group, tokens = q.shape[2], q.shape[1]
         count = heads.of_model * group
         given = (DEFAULT,) * count if self.patterns is None else of_layer("patterns", self.patterns, layer, count)

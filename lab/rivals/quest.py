@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import check_geometry, check_integer, require
 from tca_jax.lab.rivals.compression import GrowingCache, rival
-from tca_jax.methods.base import Heads
+from tca_jax.methods.base import Heads, Layer
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import CODES, Pages, decode
@@ -47,7 +47,7 @@ class QuestCache(GrowingCache):
         return (self.budget - self.window) // self.block_size
 
     def select(
-        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         ranked = jnp.arange(tokens // self.block_size) < self.num_ranked_blocks(lengths)[:, None, None]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
 from tca_jax.errors import check_geometry, check_number, check_seed
-from tca_jax.methods.base import CachePolicy, Heads, Method
+from tca_jax.methods.base import CachePolicy, Heads, Layer, Method
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend
@@ -23,6 +24,8 @@ class RandomCache(CachePolicy):
     window: int = 4096  # least number of local tokens, w, a multiple of `block_size`
     block_size: int = 128  # tokens in a block, b, a power of two
     seed: int = 0  # other seeds, other tokens; draws depend on seed, layer, head and position alone
+
+    layers_differ: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_geometry(self.block_size, self.window)
@@ -41,7 +44,7 @@ class RandomCache(CachePolicy):
         return self.budget * self.num_leaving_blocks(prompt_tokens, new_tokens)
 
     def select(
-        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         blocks = jnp.arange(tokens // self.block_size)
@@ -51,13 +54,13 @@ class RandomCache(CachePolicy):
         return Selection(*(jnp.broadcast_to(x, (batch, kv_heads, x.shape[-1])) for x in (scores, budgets)))
 
     def evict(
-        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+        self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
         batch, kv_heads = attention.shape[:2]
         scores = self._draw(layer, heads, blocks).swapaxes(0, 1)
         return Selection(scores, jnp.full((batch, kv_heads, 1), self.budget, jnp.int32))
 
-    def _draw(self, layer: int, heads: Heads, blocks: Int[Array, " n"]) -> Float32[Array, "Hkv n b"]:
+    def _draw(self, layer: Layer, heads: Heads, blocks: Int[Array, " n"]) -> Float32[Array, "Hkv n b"]:
         """Uniform numbers for the tokens of some blocks."""
         key = jax.random.fold_in(jax.random.key(self.seed), layer)
         of_heads = jax.vmap(lambda head: jax.random.fold_in(key, head))(jnp.asarray(heads.numbers))

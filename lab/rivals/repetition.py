@@ -287,8 +287,7 @@ def _keep(
     positions = jnp.broadcast_to(jnp.arange(layout.prompt_tokens), (len(lengths), layout.prompt_tokens))
     k, v = (_at(pool, held, layer, positions) for pool in (held.k, held.v))
     with jax.named_scope("select"):
-        regions = layout.regions(0)  # layers have the same
-        selected = regions.fill(selection, k, v, block_size=layout.block_size, backend=backend)
+        selected = layout.regions(None).fill(selection, k, v, block_size=layout.block_size, backend=backend)
     return rows.with_prompts(layer, jnp.arange(len(lengths)), selected.pool, k, v, lengths, most)
 
 

@@ -22,7 +22,7 @@ from tca_jax.errors import check_integer, check_number, is_finite_number, requir
 from tca_jax.lab.rivals.compression import rival
 from tca_jax.lab.rivals.ranks import covering
 from tca_jax.lab.rivals.tables import check_query_heads, numbers_by_head, of_layer
-from tca_jax.methods.base import Heads
+from tca_jax.methods.base import Heads, Layer
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
 from tca_jax.pallas_kernels.numerics import cdiv, scaled_scores
@@ -65,7 +65,9 @@ class XAttentionPrefill(BlockSparsePrefill):
         if isinstance(self.threshold, tuple):
             check_query_heads("threshold", self.threshold, num_layers, num_kv_heads)
 
-    def estimate(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
+    def estimate(
+        self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array
+    ) -> tuple[Listed, ...]:
         sums = antidiagonal_mass(q, k, lengths, stride=self.stride, block_size=self.block_size)
         threshold, group = self.threshold, q.shape[2]
         if isinstance(threshold, tuple):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.methods.base import Attended, Heads, PrefillPolicy
+from tca_jax.methods.base import Attended, Heads, Layer, PrefillPolicy
 from tca_jax.methods.pairs import causal_pairs, sum_of_counts
 from tca_jax.methods.regions import Selected
 from tca_jax.pallas_kernels.backends import Backend
@@ -76,7 +76,7 @@ class BlockSparsePrefill(PrefillPolicy):
     @abc.abstractmethod
     def estimate(
         self,
-        layer: int,
+        layer: Layer,
         heads: Heads,
         head: Int[Array, ""],
         q: Float[Array, "B L G d"],
@@ -100,7 +100,7 @@ class BlockSparsePrefill(PrefillPolicy):
 
     def listed(
         self,
-        layer: int,
+        layer: Layer,
         heads: Heads,
         q: Float[Array, "B L Hq d"],
         k: Float[Array, "B L Hkv d"],
@@ -130,7 +130,7 @@ class BlockSparsePrefill(PrefillPolicy):
 
     def attend(
         self,
-        layer: int,
+        layer: Layer,
         heads: Heads,
         q: Array,
         k: Array,
@@ -178,7 +178,9 @@ class BlockSparsePrefill(PrefillPolicy):
         )
         return sum(others, start=first)
 
-    def _of_head(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
+    def _of_head(
+        self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array
+    ) -> tuple[Listed, ...]:
         estimated = self.estimate(layer, heads, head, _group(q, head, k.shape[2]), k[:, :, head], lengths)
         short = lengths <= self.dense_tokens
         return tuple(
