@@ -89,30 +89,43 @@ def decode(
     *,
     backend: Backend = "auto",
 ) -> DecodingState:
-    """Draws tokens until every row has `limit` of them or has ended. A row that has stays as it is."""
+    """Draws tokens until every row has `limit` of them or has ended, or a block leaves the window of some row.
+
+    A row that has stays as it is. `leave` deals with the blocks.
+    """
     steps = Steps(lm, limit, sampling, None, backend)
 
-    def unfinished(state: DecodingState) -> Bool[Array, ""]:
-        return any_row(steps.running(state), lm.mesh)
+    def more(state: DecodingState) -> Bool[Array, ""]:
+        running = any_row(steps.running(state), lm.mesh)
+        return running if lm.method.cache.window >= UNBOUNDED else running & ~any_row(steps.leaving(state), lm.mesh)
 
-    def leaves(state: DecodingState) -> Bool[Array, ""]:
-        return any_row(steps.leaving(state), lm.mesh)
+    return jax.lax.while_loop(more, functools.partial(steps.take, summaries=steps.summaries(state.cache)), state)
 
-    def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
-        def more(state: DecodingState) -> Bool[Array, ""]:
-            return unfinished(state) & ~leaves(state) if until_leaving else unfinished(state)
 
-        take = functools.partial(steps.take, summaries=steps.summaries(state.cache))
-        return jax.lax.while_loop(more, take, state)
+def leave(
+    lm: LM, state: DecodingState, limit: Int[Array, "*B"], sampling: Sampling, *, backend: Backend = "auto"
+) -> DecodingState:
+    """Has blocks leave the windows of rows that are full: by scores, or in a step, by its queries."""
+    steps = Steps(lm, limit, sampling, None, backend)
+    if isinstance(lm.method.cache, ScoredCache):
+        return dataclasses.replace(state, cache=evict_scored(lm, state.cache, steps.leaving(state)))
+    return steps.take(state, None, steps.leaving(state))
 
+
+def decode_all(
+    lm: LM, state: DecodingState, limit: Int[Array, "*B"], sampling: Sampling, *, backend: Backend = "auto"
+) -> DecodingState:
+    """`decode` and `leave` until all rows have ended, in one program."""
+    steps, rest = Steps(lm, limit, sampling, None, backend), (limit, sampling)
     if lm.method.cache.window >= UNBOUNDED:
-        return plain_steps(state, until_leaving=False)
+        return decode(lm, state, *rest, backend=backend)
 
     def run(state: DecodingState) -> DecodingState:
-        state = plain_steps(state, until_leaving=True)
-        return jax.lax.while_loop(lambda s: unfinished(s) & leaves(s), steps.take_evicting, state)
+        state = decode(lm, state, *rest, backend=backend)
+        full = any_row(steps.leaving(state), lm.mesh)
+        return jax.lax.cond(full, lambda s: leave(lm, s, *rest, backend=backend), lambda s: s, state)
 
-    return jax.lax.while_loop(unfinished, run, state)
+    return jax.lax.while_loop(lambda s: any_row(steps.running(s), lm.mesh), run, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +150,6 @@ class Steps:
         """What the policy knows of each layer's pages, until a block leaves a window."""
         policy, layers = self.lm.method.cache, range(self.lm.config.num_layers)
         return [policy.summarize(layer, rows.of_layer(layer)[0]) for layer in layers]
-
-    def take_evicting(self, state: DecodingState) -> DecodingState:
-        """A step in which a block may leave the window of some row."""
-        leaving, policy = self.leaving(state), self.lm.method.cache
-        if not isinstance(policy, ScoredCache):
-            return self.take(state, None, leaving)
-        rows = evict_scored(self.lm, state.cache, leaving)  # needs no query: all layers at once
-        return self.take(dataclasses.replace(state, cache=rows), self.summaries(rows))
 
     def take(
         self, state: DecodingState, summaries: list[Any] | None, leaving: Bool[Array, " B"] | None = None
@@ -345,4 +350,6 @@ def _no_top(rows: int, new_tokens: int, count: int) -> tuple[Int[Array, "R N n"]
 
 
 begin_program = Program(OverMesh(begin, (CACHES, ROWS, ROWS, ROWS, ROWS, ROWS, SAME, SAME, SAME), STATE), donate=(1,))
-decode_program = Program(OverMesh(decode, (STATE, SAME, SAME), STATE), donate=(1,))
+decode_program, leave_program, decode_all_program = (
+    Program(OverMesh(function, (STATE, SAME, SAME), STATE), donate=(1,)) for function in (decode, leave, decode_all)
+)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from tca_jax.engine.contexts import Context, kept_share
-from tca_jax.engine.decode import DecodingState, begin_program, decode_program, row_keys
+from tca_jax.engine.decode import DecodingState, begin_program, decode_all_program, row_keys
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import agreed, num_devices, on_host, rows_of_device
 from tca_jax.engine.prompts import (
@@ -390,4 +390,4 @@ def _generate_tokens(
     held = None if sampling.repetition_penalty is None else (tokens, lengths)
     drawing = row_keys(key, batch), shares, sampling, jnp.asarray(stop_tokens, jnp.int32), None
     state = calls(begin_program, lm, rows, logits, lengths, held, *drawing, new_tokens=room)
-    return calls(decode_program, lm, state, limit, sampling, backend=backend).tokens
+    return calls(decode_all_program, lm, state, limit, sampling, backend=backend).tokens

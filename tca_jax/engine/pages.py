@@ -57,7 +57,7 @@ class FreePages(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["k", "v", "free", "pages", "kept", "start", "own", "length", "scored"],
-    meta_fields=["window_pages"],
+    meta_fields=["window_pages", "in_runs"],
 )
 @dataclasses.dataclass(frozen=True)
 class Rows(PerDevice):
@@ -77,6 +77,8 @@ class Rows(PerDevice):
     length: Int32[Array, " R"]
     scored: Scored | None
     window_pages: int  # static
+    # Whether the pages of a block of the window have consecutive numbers, head after head, in all rows; static.
+    in_runs: bool = True
 
     @classmethod
     def create(
@@ -175,7 +177,7 @@ class Rows(PerDevice):
             writes.append((kept_pages, *compact))
         window = min(self.window_pages, cdiv(k.shape[1], b))  # pages that a prompt can fill
         counts = jnp.minimum(self.window_pages, -(-(most - start) // b))
-        of_window, free = free.take(jnp.repeat(counts[:, None], heads, axis=1), self.window_pages, none)
+        of_window, free = self._window_of(free, jnp.arange(self.window_pages) < counts[:, None], heads)
         place = start[:, None] + jnp.arange(window * b)
         index = jnp.minimum(place, k.shape[1] - 1)[..., None, None]
         writes.append((of_window[..., :window], *(_as_pages(jnp.take_along_axis(x, index, axis=1), b) for x in (k, v))))
@@ -225,6 +227,13 @@ class Rows(PerDevice):
             scored=scored,
         )
 
+    def _window_of(
+        self, free: FreePages, wanted: Bool[Array, "*s C"], heads: int
+    ) -> tuple[Int32[Array, "*s H C"], FreePages]:
+        """Pages for columns of the window, those of a column side by side."""
+        numbers, free = free.take(jnp.where(wanted, heads, 0), heads, self.num_pages)
+        return numbers.swapaxes(-1, -2), free
+
     def with_tokens(
         self,
         layer: int | Array,
@@ -238,13 +247,23 @@ class Rows(PerDevice):
         """Writes tokens of each row to its window."""
         b, rows = self.page_size, jnp.arange(len(start))
         column = jnp.clip((positions[:, 0] - start) // b, 0, self.window_pages - 1)
-        numbers = self.pages[layer, rows, :, self.columns + column]  # [R, H]
+        if len(start) == 1:  # a slice is computed where it is used; a gather is a kernel of its own
+            table = self.pages[layer]
+            numbers = jax.lax.dynamic_index_in_dim(table, self.columns + column[0], axis=-1, keepdims=False)
+        else:
+            numbers = self.pages[layer, rows, :, self.columns + column]  # [R, H]
         slots = positions % b
-        slots = slots if new is None else jnp.where(new, slots, b)  # out of bounds: dropped
-        mode = "promise_in_bounds" if new is None else "drop"
+        if positions.shape == (1, 1) and new is None and self.in_runs:
+            # A scatter would be a slower kernel, and look whether it is out of bounds.
+            def put(pool: Array, x: Array) -> Array:
+                first = (numbers[0, 0], slots[0, 0], 0)[: pool.ndim]
+                return jax.lax.dynamic_update_slice(pool, x.swapaxes(1, 2)[0], first)
 
-        def put(pool: Array, x: Array) -> Array:
-            return pool.at[numbers[:, None], slots[..., None]].set(x, mode=mode)
+        else:
+            slots = slots if new is None else jnp.where(new, slots, b)  # out of bounds: dropped
+
+            def put(pool: Array, x: Array) -> Array:
+                return pool.at[numbers[:, None], slots[..., None]].set(x, mode="drop")
 
         pools = jax.tree.map(put, (self.k, self.v), tuple(encode(x, self.k) for x in (k, v)))
         scored = self.scored
@@ -414,10 +433,9 @@ class Rows(PerDevice):
         window = copied(window, last, jnp.broadcast_to((rows.length % b > 0)[:, None], rows.kept.shape))
         window = jnp.where((column == last[..., None]) & (rows.length % b == 0)[:, None, None], none, window)
         needed = jnp.minimum(self.window_pages, -(-(most - rows.start) // b))[:, None, None]
-        missing = (column < needed) & (window == none)
-        more, free = free.take(missing.sum(axis=-1, dtype=jnp.int32), self.window_pages, none)
-        place = jnp.cumsum(missing, axis=-1) - 1
-        window = jnp.where(missing, jnp.take_along_axis(more, jnp.maximum(place, 0), axis=-1), window)
+        missing = (column < needed) & (window == none)  # the same for all heads
+        more, free = self._window_of(free, missing[:, :, 0], missing.shape[2])
+        window = jnp.where(missing, more, window)
         scored = rows.scored
         if scored is not None and scored.pages.shape[-1]:
             blocks = jnp.broadcast_to((rows.start // b)[:, None], rows.kept.shape)

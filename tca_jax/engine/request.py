@@ -15,7 +15,7 @@ import numpy as np
 
 from tca_jax.engine.cache import require_memory
 from tca_jax.engine.contexts import AppendedPrompts, Context
-from tca_jax.engine.decode import DecodingState, begin_program, decode_program, row_keys
+from tca_jax.engine.decode import DecodingState, begin_program, decode_program, leave_program, row_keys
 from tca_jax.engine.extend import feed
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import on_host, rows_of_device
@@ -30,6 +30,7 @@ from tca_jax.engine.prompts import (
 from tca_jax.engine.read import Calls, fork, full_bytes, num_pages, page_bytes, pages_of_forks, read, require_finite
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserTypeError, check_integer, check_seed, require
+from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 
 
@@ -362,11 +363,26 @@ class Request:
     def advance(self, state: DecodingState, steps: int) -> DecodingState:
         """Up to `steps` more tokens per row."""
         limit = jnp.int32(min(self.steps(state) + steps, self.max_new_tokens))
-        step = self.prepare_step(state)
-        start = time.perf_counter()
-        state = jax.block_until_ready(step(self._program_lm, state, limit, self.sampling))
-        self.decode_seconds += time.perf_counter() - start
+        step, args = self.prepare_step(state), (limit, self.sampling)
+        start, compiled = time.perf_counter(), self.compile_seconds
+        state = step(self._program_lm, state, *args)
+        while self._leaves(state, int(limit)):
+            evict, seconds = leave_program.prepare(self._program_lm, state, *args, backend=self.backend)
+            self.compile_seconds += seconds
+            state = step(self._program_lm, evict(self._program_lm, state, *args), *args)
+        state = jax.block_until_ready(state)
+        self.decode_seconds += time.perf_counter() - start - (self.compile_seconds - compiled)
         return self._end_at_stop_strings(state)
+
+    def _leaves(self, state: DecodingState, limit: int) -> bool:
+        """Whether a block leaves the window of a row that goes on."""
+        if self.lm.method.cache.window >= UNBOUNDED:
+            return False
+        rows = state.cache
+        done, step, lengths, start = on_host((state.done, state.step, state.lengths, rows.start))
+        start = start if start.ndim == 1 else start[:, 0].reshape(-1)  # devices on "model" agree
+        full = lengths + step - 1 - start >= rows.window_pages * rows.page_size
+        return bool((~done & (step < limit) & full).any())
 
     def prepare_step(self, state: DecodingState) -> Callable[..., DecodingState]:
         """The program of decoding steps, compiled at the first call."""
