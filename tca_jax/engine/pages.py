@@ -111,9 +111,11 @@ class Rows(PerDevice):
             FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(0)),
             jnp.full((*shape, columns + window_pages), pages, jnp.int32),
             jnp.zeros(shape, jnp.int32),
-            *(jnp.zeros(rows, jnp.int32) for _ in range(3)),
-            scored,
-            window_pages,
+            start=jnp.zeros(rows, jnp.int32),
+            own=jnp.zeros(rows, jnp.int32),
+            length=jnp.zeros(rows, jnp.int32),
+            scored=scored,
+            window_pages=window_pages,
         )
 
     @property
@@ -167,7 +169,7 @@ class Rows(PerDevice):
         start = jnp.maximum((lengths // b - (self.window_pages - 1)) * b, 0)
         start = jnp.zeros_like(start) if kept is None else start  # all tokens fit in the window
         held, kept_pages, free = jnp.zeros((batch, heads), jnp.int32), None, self.free
-        writes: list[tuple[Array, Array, Array]] = []  # page numbers, and keys and values [n, b, d]
+        writes: list[tuple[Array, ...]] = []  # page numbers, and keys and values [n, b, d]
         if kept is not None and self.columns:
             kept_pages, free = free.take(-(-kept.lengths // b), self.columns, none)
             room = (kept_pages < none).sum(axis=-1, dtype=jnp.int32) * b
@@ -185,8 +187,8 @@ class Rows(PerDevice):
         if scored is not None and scores is not None:
             inside = (place < lengths[:, None])[:, None]
             found = jnp.where(inside, jnp.take_along_axis(scores, index[..., 0].swapaxes(1, 2), axis=2), -jnp.inf)
-            rest = ((0, 0), (0, 0), (0, scored.scores.shape[-1] - window * b))
-            filled = scored.scores.at[layer, at].set(jnp.pad(found, rest, constant_values=-jnp.inf))
+            width = ((0, 0), (0, 0), (0, scored.scores.shape[-1] - window * b))
+            filled = scored.scores.at[layer, at].set(jnp.pad(found, width, constant_values=-jnp.inf))
             scored = scored._replace(scores=filled)
         if scored is not None and raised is not None:
             scored = scored._replace(raised=scored.raised.at[layer, at].set(raised.astype(jnp.int32)))
@@ -196,9 +198,8 @@ class Rows(PerDevice):
             rest = columns * b - means.bias.shape[-1]
 
             def whole(x: Array, axis: int, fill: float = 0.0) -> Array:
-                width = [(0, 0)] * x.ndim
-                width[axis] = (0, max(0, rest))
-                return jnp.pad(x, width, constant_values=fill).take(jnp.arange(columns * b), axis=axis)
+                sides = [(0, max(0, rest) if i == axis else 0) for i in range(x.ndim)]
+                return jnp.pad(x, sides, constant_values=fill).take(jnp.arange(columns * b), axis=axis)
 
             writes.append((number, *(_as_pages(whole(x, 1), b) for x in (means.k, means.v))))
             bias = whole(jnp.maximum(means.bias, MASKED), 2, MASKED)
@@ -277,7 +278,7 @@ class Rows(PerDevice):
     def leaving_block(self, layer: int | Array, dtype: Any) -> tuple[Array, Array]:
         """Keys and values [R, H, b, d] of the window's oldest block."""
         numbers = self.pages[layer][..., self.columns]
-        return tuple(  # type: ignore[return-value]
+        return tuple(
             decode(jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), pool), dtype) for pool in (self.k, self.v)
         )
 

@@ -215,7 +215,8 @@ def _read_layer(
 ) -> tuple[Array, Array, Rows | None]:
     """One layer of prompts: the stream and the attended shares after it, and its tokens in pages of rows."""
     module, index, method = nnx.merge(graphdef, weights), number if layer is None else layer, lm.method
-    policy, settings, scores = method.cache, lm.settings_of(index), None
+    policy, settings = method.cache, lm.settings_of(index)
+    scores: Any = None
     if isinstance(policy, ScoredCache):
         settings = policy.of_heads(settings, heads_of(lm.head_shards, index, lm.config.num_kv_heads))
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
@@ -384,7 +385,7 @@ def fork(
     sizes = pages, max(layout.kept_columns), layout.num_window_pages, means
     source = jnp.tile(jnp.repeat(jnp.arange(of_device // times), times), len(most) // of_device)
     program = _fork_in_place_program if private else _fork_program
-    nothing = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
+    nothing: dict[str, Any] = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
     pool, table = dataclasses.replace(rows, **nothing), dataclasses.replace(rows, k=None, v=None)
     return calls(program, lm.without_weights(), pool, table, source, most, sizes=sizes)
 

@@ -102,8 +102,9 @@ def _context(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str
         window, scored = metadata["layout"]["window"], None
         table, window_pages = _table_of_layers(metadata["layout"], arrays, pools[0].shape[-3])
     lead = table["start"].shape[:-1]  # of a mesh
-    free = FreePages(np.zeros((*lead, 0), np.int32), np.zeros(lead, np.int32))
-    rows = Rows(*pools, free, **table, scored=scored, window_pages=window_pages)
+    nothing: Any = np.zeros((*lead, 0), np.int32)
+    free = FreePages(nothing, np.zeros(lead, np.int32))  # type: ignore[arg-type]
+    rows = Rows(k=pools[0], v=pools[1], free=free, **table, scored=scored, window_pages=window_pages)
     of_rows = {name: arrays[name] for name in OF_ROWS}
     of_rows["attended_share"] = of_rows["attended_share"].view(np.float32)
     own = dict(metadata["identity"])

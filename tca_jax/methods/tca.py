@@ -54,17 +54,17 @@ class TCACache(CachePolicy):
         readings = np.asarray(self.readings)
         return bool((readings != "sparse").any())
 
-    def rows(self, layer: int | Array, num_kv_heads: int) -> Int32[Array | np.ndarray, " Hkv"]:
+    def rows(self, layer: int | Array, num_kv_heads: int) -> Any:
         """Row of each KV head of a layer, of what the cache keeps."""
         rows = _of_layer(self.candidates, layer)
         return (jnp if isinstance(rows, Array) else np).broadcast_to(rows, (num_kv_heads,))
 
-    def reads(self, layer: int, num_kv_heads: int, reading: str) -> Bool[np.ndarray, " Hkv"]:
+    def reads(self, layer: Any, num_kv_heads: int, reading: str) -> Bool[np.ndarray, " Hkv"]:
         """Which KV heads of a layer have a reading."""
         readings = self.readings if isinstance(self.readings, str) else self.readings[layer]
         return np.broadcast_to(np.asarray(readings) == reading, (num_kv_heads,))
 
-    def prefill_rows(self, layer: int | Array, num_kv_heads: int) -> Int32[Array | np.ndarray, " Hkv"] | None:
+    def prefill_rows(self, layer: int | Array, num_kv_heads: int) -> Any:
         """Row of each KV head of a layer, of what the prompt's queries attend to; None where no head's row differs.
 
         For heads that do not read "sparse" it is the cache row, which then decides alone what is kept.
