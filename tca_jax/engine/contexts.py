@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import os
 import time
 import typing
@@ -33,7 +35,11 @@ from tca_jax.pallas_kernels.kv import CODES, num_bytes
 
 def identity_of(lm: LM) -> ContextIdentity:
     """The identity of contexts that a model makes under its method."""
-    return ContextIdentity(lm.name, lm.config, lm.fingerprint, lm.method.name, describe_method(lm.method))
+    described = describe_method(lm.method)
+    if lm.settings is not None:
+        digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(lm.settings))).hexdigest()
+        described = json.dumps({**json.loads(described), "settings": digest}, sort_keys=True, separators=(",", ":"))
+    return ContextIdentity(lm.name, lm.config, lm.fingerprint, lm.method.name, described)
 
 
 @dataclasses.dataclass(frozen=True)

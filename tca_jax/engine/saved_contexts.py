@@ -97,7 +97,11 @@ def _context(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str
     if metadata["format_version"] == FORMAT_VERSION:
         window, window_pages = metadata["window"], metadata["window_pages"]
         table = {name: arrays[name] for name in _OF_TABLE}
-        scored = Scored(*(arrays[f"scored.{name}"] for name in _SCORED)) if "scored.pages" in arrays else None
+        scored = None
+        if "scored.pages" in arrays:
+            of_scores = {name: arrays[f"scored.{name}"] for name in _SCORED}
+            floats = {name: of_scores[name].view(np.float32) for name in ("scores", "bias")}
+            scored = Scored(**of_scores | floats)
     else:
         window, scored = metadata["layout"]["window"], None
         table, window_pages = _table_of_layers(metadata["layout"], arrays, pools[0].shape[-3])

@@ -1,0 +1,67 @@
+"""Predicted worth in the engine: everything kept is full attention, feeding equals decoding, full rows keep less."""
+
+import numpy as np
+import pytest
+from tiny import random_prompt, tiny_lm
+
+import tca_jax
+from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
+from tca_jax.calibration.worth_profile import WorthProfile
+from tca_jax.engine.score import score_answers
+
+OPTIONS = {"max_new_tokens": 200, "stop_token_ids": (), "logprobs": True}
+
+
+@pytest.fixture(scope="module")
+def profile():
+    c, rng = tiny_lm().config, np.random.default_rng(0)
+    maps = rng.normal(size=(c.num_layers, c.num_kv_heads, c.hidden_size + 1)).astype(np.float32)
+    thresholds = np.quantile(rng.normal(size=9_999) * c.hidden_size**0.5, 1 - SHARES).astype(np.float32)
+    shares = np.full(maps.shape[:2], 0.2, np.float32)
+    found = WorthMaps(maps, thresholds, np.ones_like(shares), shares, shares)
+    return WorthProfile(found, 1.0, 1.0, (), (), None, "tiny")
+
+
+def test_everything_kept_is_full_attention(profile):
+    full, prompts = tiny_lm(), [random_prompt(0, 700), random_prompt(1, 90)]
+    lm = full.with_profile(profile)
+    out, expected = (tca_jax.generate(each, prompts, **OPTIONS) for each in (lm, full))
+    assert out.tokens == expected.tokens
+    np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-4)
+    assert (out.stats.kept_share, out.stats.raised_layers) == (1.0, 0)
+    context, question = tca_jax.prefill(lm, prompts[0]), prompts[1]
+    held = tca_jax.prefill(full, prompts[0])
+    out, expected = (
+        tca_jax.generate(each, [question, question[:7]], context=over, num_samples=2, **OPTIONS)
+        for each, over in ((lm, context), (full, held))
+    )
+    assert out.tokens == expected.tokens
+
+
+def test_fed_tokens_are_those_of_decoding(profile, tmp_path):
+    lm, prompt = tiny_lm().with_profile(profile.with_kept(0.3, 0.1)), random_prompt(2, 900)
+    out = tca_jax.generate(lm, prompt, **OPTIONS)
+    assert 0.4 < out.stats.kept_share < 0.7  # 0.3 and the window
+    assert out.stats.kv_cache_bytes < out.stats.full_kv_cache_bytes
+    scores = score_answers(lm, [prompt], [out.tokens])
+    np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
+    context = tca_jax.prefill(lm, prompt)
+    context.save(tmp_path)
+    over = tca_jax.generate(lm, out.tokens[0][:100], context=tca_jax.Context.load(tmp_path), **OPTIONS)
+    assert over.tokens[0][:99] == out.tokens[0][100:199]
+
+
+def test_other_profiles_contexts_are_refused(profile):
+    lm = tiny_lm()
+    context = tca_jax.prefill(lm.with_profile(profile.with_kept(0.3)), random_prompt(0, 600))
+    with pytest.raises(ValueError, match="context was made under method 'worth' with other options or budgets"):
+        tca_jax.generate(lm.with_profile(profile.with_kept(0.5)), [1, 2], context=context)
+
+
+def test_a_full_row_keeps_the_highest(profile):
+    """More tokens pass the threshold than a row has pages for."""
+    low = WorthMaps(**{**vars(profile.maps), "thresholds": np.full_like(profile.maps.thresholds, -1e9)})
+    crowded = WorthProfile(low, 0.2, 1.0, (), (), None, "tiny")
+    out = tca_jax.generate(tiny_lm().with_profile(crowded), random_prompt(3, 1_500), **OPTIONS)
+    assert out.stats.raised_layers > 0
+    assert out.stats.kept_share < 0.75
