@@ -161,20 +161,21 @@ class Steps:
         start = before if leaving is None else before + jnp.where(leaving, rows.page_size, 0)
         new = None if fed.size == 1 else fed[:, None]  # a single row is written without looking
         x, (cos, sin) = decoder.embed(state.last[:, None]), decoder.angles(positions[:, None])
+        scores = list[Array]()
         for layer, module in enumerate(decoder.layers):
-            heads, scores = heads_of(lm.head_shards, layer, rows.kept.shape[2]), None
+            heads = heads_of(lm.head_shards, layer, rows.kept.shape[2])
             if isinstance(policy, ScoredCache):
                 settings = policy.of_heads(lm.settings_of(layer), heads)
-                scores = policy.score(settings, module.attention_norm(x), positions[:, None]).swapaxes(1, 2)
+                scores.append(policy.score(settings, module.attention_norm(x), positions[:, None])[..., 0])
 
             def attention(
-                q: Array, k: Array, v: Array, rows: Rows, layer: int = layer, heads: Heads = heads, scores: Any = scores
+                q: Array, k: Array, v: Array, rows: Rows, layer: int = layer, heads: Heads = heads
             ) -> tuple[Array, Rows]:
                 if leaving is not None:
                     rows = evict_block(
                         policy, layer, heads, q[:, 0], k[:, 0], rows, before, positions, leaving, self.backend
                     )
-                rows = rows.with_tokens(layer, k, v, positions[:, None], new, start, scores)
+                rows = rows.with_tokens(layer, k, v, positions[:, None], new, start)
                 pages = rows.of_layer(layer, start)
                 known = policy.summarize(layer, pages[0]) if summaries is None else summaries[layer]
                 pages = policy.attended(layer, q[:, 0], pages, (known,))
@@ -183,6 +184,7 @@ class Steps:
 
             with jax.named_scope(f"layer_{layer}"):
                 x, rows, _ = module(x, cos, sin, attention, rows)
+        rows = rows.with_scores(jnp.stack(scores), positions, fed, start) if scores else rows
         logits = decoder.logits(decoder.final_norm(x)[:, 0])
         rows = dataclasses.replace(rows, start=start, length=jnp.where(fed, positions + 1, rows.length))
         return draw(lm, dataclasses.replace(state, cache=rows), logits, self.sampling, fed, self.allowed)

@@ -275,6 +275,20 @@ class Rows(PerDevice):
             scored = scored._replace(scores=filled)
         return dataclasses.replace(self, k=pools[0], v=pools[1], scored=scored)
 
+    def with_scores(
+        self,
+        scores: Float32[Array, "layers R H"],  # of a token of each row
+        positions: Int[Array, " R"],
+        new: Bool[Array, " R"],  # rows that have one
+        start: Int[Array, " R"],
+    ) -> Rows:
+        """Notes the scores of tokens of all layers at once: nothing reads them before a block leaves."""
+        if self.scored is None:
+            return self
+        place = jnp.where(new, positions - start, self.scored.scores.shape[-1])
+        filled = self.scored.scores.at[:, jnp.arange(len(start)), :, place].set(scores.swapaxes(0, 1), mode="drop")
+        return dataclasses.replace(self, scored=self.scored._replace(scores=filled))
+
     def leaving_block(self, layer: int | Array, dtype: Any) -> tuple[Array, Array]:
         """Keys and values [R, H, b, d] of the window's oldest block."""
         numbers = self.pages[layer][..., self.columns]
