@@ -297,7 +297,7 @@ def _attend_scored(
             room = jnp.maximum(room * policy.part_of_pages(settings), 0).astype(jnp.int32)
             stays, raised = _highest(stays, scores, room)
         with jax.named_scope("select"):
-            regions = Regions.plan(batch, [length] * heads, b, shared=length * heads)
+            regions = Regions.plan(batch, [length] * heads, b)
             kept = regions.fill(policy.selection(stays), k, v, block_size=b, backend=backend).pool
         means = policy.block_means(k, v, scores, ~stays) if policy.means else None  # of whole blocks
         written = _Written(kept, means, raised)

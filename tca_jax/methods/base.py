@@ -462,6 +462,6 @@ def compact(
         source = f"{type(policy).__name__}.{name}({layer}, {tokens})"
         regions = Regions.plan(batch, heads.widest(per_head(capacities, heads.of_model, source)), policy.block_size)
     else:
-        regions = Regions.plan(batch, [tokens] * kv_heads, policy.block_size, shared=tokens * kv_heads)
+        regions = Regions.plan(batch, [tokens] * kv_heads, policy.block_size)
     with jax.named_scope("select"):
         return regions.fill(selection.for_prefill, k, v, block_size=policy.block_size, backend=backend)
