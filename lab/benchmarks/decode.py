@@ -88,14 +88,15 @@ class Plan:
         k, v = (encode(common.random_normal(key, rows.k.shape, wide), rows.k) for key in keys)
         kept = jnp.asarray(np.tile(self.kept, (1, self.rows, 1)), jnp.int32)
         kept_pages, free = rows.free.take(-(-kept // rows.page_size), rows.columns, rows.num_pages)
-        window, free = free.take(jnp.full_like(kept, rows.window_pages), rows.window_pages, rows.num_pages)
+        blocks = jnp.full((1, self.rows, rows.window_pages), heads)  # pages of a block side by side, as the engine's
+        window, free = free.take(blocks, heads, rows.num_pages)
         start = max(0, self.tokens // rows.page_size - (rows.window_pages - 1)) * rows.page_size
         return dataclasses.replace(
             rows,
             k=k,
             v=v,
             free=free,
-            pages=jnp.concatenate([kept_pages, window], axis=-1),
+            pages=jnp.concatenate([kept_pages, window.swapaxes(-1, -2)], axis=-1),
             kept=kept,
             start=jnp.full_like(rows.start, start),
             length=jnp.full_like(rows.length, self.tokens),

@@ -76,7 +76,7 @@ def decode(lm, method, rows, logits, tokens, starts, lengths):
     state = begin(lm, rows, logits, starts, None, *rest, new_tokens=FED + 1, logprobs=vocabulary)
 
     def step(state, token):
-        return steps.take_evicting(dataclasses.replace(state, last=token)), None
+        return steps.take(dataclasses.replace(state, last=token), None, steps.leaving(state)), None
 
     state, _ = jax.lax.scan(step, state, tokens.T)
     return state.cache, state.top[1][:, 1:]
