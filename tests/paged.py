@@ -10,7 +10,7 @@ from tca_jax.engine.read import attend_selected
 from tca_jax.methods.base import Heads
 
 
-def read_layer(method, layout, lengths, qkv, fed=0, backend="auto"):
+def read_layer(method, layout, lengths, qkv, fed=0, layer=0, backend="auto"):
     """What attention gives, and rows of one layer that hold prompts, with pages for `fed` tokens more."""
     _, k, v = qkv
     rows = Rows.create(
@@ -24,7 +24,7 @@ def read_layer(method, layout, lengths, qkv, fed=0, backend="auto"):
         head_dim=k.shape[-1],
         dtype=jnp.float32,
     )
-    attended, written = attend_selected(method, 0, Heads.all(k.shape[2]), *qkv, lengths, layout, backend)
+    attended, written = attend_selected(method, layer, Heads.all(k.shape[2]), *qkv, lengths, layout, backend)
     kept = written.kept
     return attended, rows.with_prompts(0, jnp.arange(len(lengths)), kept, k, v, lengths, lengths + fed)
 

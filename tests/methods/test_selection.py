@@ -1,7 +1,6 @@
 """Candidate budgets (Eq. 4 and 7), block orders, the reserve and the two rows of a head, against the float64 oracle."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -264,20 +263,23 @@ def test_the_reserve_follows_the_last_queries():
     assert alone.sum() == 6 + 4
 
 
-def test_prefill_rows_attend_and_cache_rows_stay():
-    lengths = np.array([96, 70, 19], np.int32)
-    q, k, v = qkv(7, 3, 96, 4, 2, 8)
-    method = methods.configured(CONFIG, [[DENSE, 5]], prefill_candidates=[[1, 5]])
-    layout = CacheLayout.plan(method.cache, 1, 2, 3, 96, 8)
-    read = jax.jit(functools.partial(read_layer, method, layout))
-    (out, _), rows = read(lengths, (q, k, v))
-    expected = tca_jax.attend(q, k, v, jnp.array([1, 5]), jnp.asarray(lengths), CONFIG)
+@pytest.mark.parametrize("traced", [False, True], ids=["a known layer", "a traced layer"])
+def test_prefill_rows_attend_and_cache_rows_stay(traced):
+    lengths, rows, prefill = np.array([96, 70, 19], np.int32), (DENSE, 5, 0, DENSE), (1, 5, 0, DENSE)
+    q, k, v = qkv(7, 3, 96, 8, 4, 8)
+    method = methods.configured(CONFIG, [rows], prefill_candidates=[prefill])
+    layout = CacheLayout.plan(method.cache, 1, 4, 3, 96, 8)
+
+    @jax.jit
+    def read(lengths, qkv, layer):
+        return read_layer(method, layout, lengths, qkv, layer=layer if traced else 0)
+
+    (out, _), held = read(lengths, (q, k, v), jnp.int32(0))
+    expected = tca_jax.attend(q, k, v, jnp.array(prefill), jnp.asarray(lengths), CONFIG)
     np.testing.assert_array_equal(out, expected)
     queries = observed_queries(q, lengths, CONFIG.num_queries)
-    kept = np.asarray(tca_jax.select(queries, k, jnp.array([DENSE, 5]), jnp.asarray(lengths), CONFIG))
-    for row, head in np.ndindex(3, 2):
-        np.testing.assert_array_equal(kept_tokens(rows, row, head)[0], k[row, kept[row, head], head])
-    dense = np.asarray(tca_jax.attend(q, k, v, jnp.array([DENSE, 5]), jnp.asarray(lengths), CONFIG))
-    assert (
-        np.abs(dense[0, 95, :2] - np.asarray(out)[0, 95, :2]).max() > 1e-2
-    )  # the cache row would have answered otherwise
+    kept = np.asarray(tca_jax.select(queries, k, jnp.array(rows), jnp.asarray(lengths), CONFIG))
+    for row, head in np.ndindex(3, 4):
+        np.testing.assert_array_equal(kept_tokens(held, row, head)[0], k[row, kept[row, head], head])
+    dense = np.asarray(tca_jax.attend(q, k, v, jnp.array(rows), jnp.asarray(lengths), CONFIG))
+    assert np.abs(dense - np.asarray(out))[0, 95, :2].max() > 1e-2  # the cache row would have answered otherwise
