@@ -14,7 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32
 
 from tca_jax.errors import check_geometry, check_integer, require
 from tca_jax.lab.rivals.compression import GrowingCache, rival
@@ -23,7 +23,7 @@ from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import CODES, Pages, decode
 
-#: The least and the greatest entry of each page's keys, `[R, Hkv, C, d]`; C differs between caches.
+#: The least and the greatest entry of each page's keys, `[R, Hkv, C, d]`.
 Bounds = tuple[Float[Array, "..."], Float[Array, "..."]]
 
 
@@ -65,21 +65,15 @@ class QuestCache(GrowingCache):
     def attended(
         self, layer: int, q: Float[Array, "B Hq d"], caches: tuple[Pages, ...], summaries: tuple[Bounds | None, ...]
     ) -> tuple[Pages, ...]:
-        if layer < self.dense_layers or sum(cache.kept_columns for cache in caches) <= self.num_pages:
+        (cache,), (bounds,) = caches, summaries
+        if bounds is None or cache.kept_columns <= self.num_pages:
             return caches
         with jax.named_scope("quest"):
-            scores = [
-                jnp.zeros((*q.shape[:1], cache.kept.shape[1], 0)) if bounds is None else page_scores(q, cache, bounds)
-                for cache, bounds in zip(caches, summaries, strict=True)
-            ]
-            best, places = jax.lax.top_k(jnp.concatenate(scores, axis=-1), self.num_pages)
-            places = jnp.where(best > -jnp.inf, places, -1)
-            first, pages = 0, []
-            for cache, own in zip(caches, scores, strict=True):
-                counts = ((places >= first) & (places < first + cache.kept_columns)).sum(axis=-1)
-                first += cache.kept_columns
-                pages.append(with_pages(cache, own, counts, self.num_pages) if cache.kept_columns else cache)
-            return tuple(pages)
+            best, columns = jax.lax.top_k(page_scores(q, cache, bounds), self.num_pages)
+            pages = jnp.take_along_axis(cache.table[..., : cache.kept_columns], columns, axis=-1)
+            table = jnp.concatenate([pages, cache.table[..., cache.kept_columns :]], axis=-1)
+            kept = (best > -jnp.inf).sum(axis=-1, dtype=jnp.int32) * cache.page_size  # kept pages are full
+            return (dataclasses.replace(cache, table=table, kept=kept, kept_columns=self.num_pages),)
 
 
 quest = rival("quest", QuestCache)
@@ -87,23 +81,10 @@ quest = rival("quest", QuestCache)
 
 def page_scores(q: Float[Array, "B Hq d"], cache: Pages, bounds: Bounds) -> Float32[Array, "B Hkv C"]:
     """The most that a query's product with a key of each kept page can be, mean over the group; -inf for no page."""
-    times = len(q) // len(cache.kept)
-    least, greatest = (jnp.repeat(x, times, axis=0).astype(jnp.float32) for x in bounds)
+    least, greatest = (x.astype(jnp.float32) for x in bounds)
     grouped = q.astype(jnp.float32).reshape(len(q), least.shape[1], -1, q.shape[-1])
     # Of a group, the mean of the bounds is the bound of the means of the queries' positive and negative parts.
     positive, negative = (jnp.maximum(x, 0).mean(axis=2) for x in (grouped, -grouped))
     product = functools.partial(jnp.einsum, "bhd,bhcd->bhc", precision="highest")
-    scores = product(positive, greatest) - product(negative, least)
     held = jnp.arange(cache.kept_columns) * cache.page_size < cache.kept[..., None]
-    return jnp.where(jnp.repeat(held, times, axis=0), scores, -jnp.inf)
-
-
-def with_pages(cache: Pages, scores: Float32[Array, "B Hkv C"], counts: Int[Array, "B Hkv"], most: int) -> Pages:
-    """The `counts` pages of the highest scores of each head, at most `most`, and the window. Kept pages are full."""
-    times, count = len(scores) // len(cache.kept), min(most, cache.kept_columns)
-    table, start, end = (jnp.repeat(x, times, axis=0) for x in (cache.table, cache.start, cache.end))
-    columns = jax.lax.top_k(scores, count)[1]
-    pages = jnp.take_along_axis(table[..., : cache.kept_columns], columns, axis=-1)
-    table = jnp.concatenate([pages, table[..., cache.kept_columns :]], axis=-1)
-    kept = (counts * cache.page_size).astype(jnp.int32)
-    return Pages(cache.k, cache.v, table, kept, start, end, count)
+    return jnp.where(held, product(positive, greatest) - product(negative, least), -jnp.inf)
