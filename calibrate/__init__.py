@@ -1,13 +1,14 @@
-"""Calibration: probes, the two searches of what heads are worth, the paper's scores, and the profile of a model."""
+"""Calibration: predicted worth, the paper's scores, and the profile of a model."""
 
-from tca_jax.calibration.profile import Profile, head_gates
+from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
+from tca_jax.calibration.worth_profile import WorthProfile
 
 __all__ = [
     "Profile",
+    "WorthProfile",
     "calibrate",
     "calibration_scores",
     "choose_candidates",
-    "head_gates",
 ]

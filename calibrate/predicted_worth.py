@@ -26,7 +26,7 @@ from tca_jax.calibration.repetition import (
 )
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.prompts import encode_verbatim
+from tca_jax.engine.prompts import Encoder, encode_verbatim
 from tca_jax.errors import UserError, require
 
 RIDGE = 3e-3  # of the Gram matrix's diagonal
@@ -65,7 +65,7 @@ class WorthMaps:
             return cls(**{field.name: arrays[field.name] for field in dataclasses.fields(cls)})
 
 
-def pack_texts(lm: LM, texts: Sequence[str | Sequence[int]], count: int, tokens: int) -> list[list[int]]:
+def pack_texts(lm: Encoder, texts: Sequence[str | bytes | Sequence[int]], count: int, tokens: int) -> list[list[int]]:
     """Token ids of `count` texts of `tokens` each: shorter texts are packed, longer ones cut.
 
     Each one begins as a user's text in the chat template does.
@@ -76,7 +76,7 @@ def pack_texts(lm: LM, texts: Sequence[str | Sequence[int]], count: int, tokens:
     opening, packed, text = chat_frame(lm)[0], list[list[int]](), list[int]()
     size = tokens - len(opening)
     for each in texts:
-        ids = encode_verbatim(lm, each, "texts") if isinstance(each, str) else each
+        ids = encode_verbatim(lm, each, "texts") if isinstance(each, str | bytes) else each
         text = [*text, *ids][:size]
         if len(text) == size:
             packed.append([*opening, *text])
@@ -84,7 +84,9 @@ def pack_texts(lm: LM, texts: Sequence[str | Sequence[int]], count: int, tokens:
         if len(packed) == count:
             return packed
     missing = (count - len(packed)) * size - len(text)
-    raise UserError(f"texts have {missing:,} tokens too few for {count} texts of {tokens:,}: pass more, or fewer texts")
+    raise UserError(
+        f"texts have {missing:,} tokens too few for {count} texts of {tokens:,}: pass more text, or a lower count"
+    )
 
 
 def fit_worth(
@@ -133,7 +135,7 @@ def fit_worth(
         for number, (values, weight) in enumerate(targets_of(ids, layers)):
             sums[number] = _add(sums[number], layers[number].x[0, : len(ids)], values)
             weights[number] += on_host(weight)
-        progress("fit", done + 1, fitted)
+        progress("fitting maps", done + 1, fitted)
     maps = _finite(on_host(jnp.stack([_solve(each) for each in sums])))
     maps = maps.reshape(len(sums), len(targets), -1, maps.shape[-1])
     measured = [_Measured() for _ in targets]
@@ -144,7 +146,7 @@ def fit_worth(
             for target, of_target in enumerate(measured):
                 predicted = on_host(predict(maps[number, target], layers[number].x))[:, : len(ids)]
                 of_target.add(number, logs[target], predicted)
-        progress("measure", done + 1, len(texts) - fitted)
+        progress("measuring maps", done + 1, len(texts) - fitted)
     with np.errstate(divide="ignore", invalid="ignore"):
         weights /= np.exp(np.mean(np.log(weights[weights > 0])))
     return {

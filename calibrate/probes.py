@@ -1,23 +1,16 @@
-"""Probes: questions about a calibration text whose answers are far back in it, each read after the text alone."""
+"""Probes: facts hidden in a text, passages of it, and its end, each read after the text alone."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
 
 import numpy as np
 
 from tca_jax.calibration import facts
-from tca_jax.engine.prompts import Encoder, Prompt, decode_utf8, encode_prompt, encode_verbatim, render_chat
-from tca_jax.errors import require
-from tca_jax.methods.config import TCAConfig
-
-Kind = Literal["facts", "copy"]
-#: (question, answer) of one text, as text or as token ids.
-Pairs = Sequence[tuple[Prompt, Prompt]]
-#: What `calibrate` takes: a kind, several, pairs for each text, or None for facts and copies.
-Probes = Kind | Sequence[Kind] | Sequence[Pairs] | None
+from tca_jax.engine.prompts import Encoder, encode_verbatim, render_chat
+from tca_jax.methods.base import num_ranked_blocks
+from tca_jax.methods.worth import BLOCK, WINDOW
 
 #: Last tokens of a text that become a probe: any continuation needs what these need, whatever is asked.
 FOLLOWING = 256
@@ -32,9 +25,6 @@ _RECOGNISED = 16  # a passage's first tokens do not say yet which passage it is
 _MOST_OF_TEXT = 10  # facts take at most this part of a text, a tenth, so that it stays what it was
 _LINE_SEARCH = 200  # tokens in which a line's end is looked for, so that a fact's line cuts none
 
-_PARTS = ("question", "answer")
-_ALLOWED = "'facts', 'copy', a list of these, a list of (question, answer) pairs for each text, or None"
-
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -43,7 +33,7 @@ class Segment:
     ids: tuple[int, ...]  # its token ids
     # Of each token, whether it counts: tokens of answers do, tokens of questions do not.
     answers: tuple[bool, ...]
-    kind: str  # "facts", "copy", "pairs" or "follow"
+    kind: str  # "facts", "copy" or "follow"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,59 +44,32 @@ class ProbedText:
     segments: tuple[Segment, ...]  # the probes
 
 
-def probe_kinds(probes: Any) -> tuple[str, ...]:
-    """Which probes are made beside the text's own end: some of "facts" and "copy", or "pairs" alone."""
-    if probes is None:
-        return get_args(Kind)
-    named = [probes] if isinstance(probes, str) else probes
-    is_list = isinstance(probes, Sequence) and not isinstance(probes, bytes)
-    if is_list and not any(isinstance(each, str) for each in named):
-        return ("pairs",)
-    are_kinds = is_list and all(isinstance(each, str) and each in get_args(Kind) for each in named)
-    require(are_kinds, f"probes = {probes!r}: must be {_ALLOWED}")
-    return tuple(dict.fromkeys(named))
-
-
 def probed_texts(
-    lm: Encoder, sequences: Sequence[list[int]], probes: Any, config: TCAConfig, names: Sequence[str] | None = None
+    lm: Encoder, sequences: Sequence[list[int]], *, block_size: int = BLOCK, window: int = WINDOW
 ) -> list[ProbedText]:
-    """Makes the probes of each text.
-
-    Raises:
-        ValueError: facts are asked for and there is no tokenizer; pairs are not one non-empty list for each text, hold
-            what is not allowed as text, or pass the model's positions.
-        TypeError: a pair is no pair, or holds neither text nor token ids.
-    """
-    kinds = probe_kinds(probes)
-    if kinds == ("pairs",):
-        return _with_pairs(lm, sequences, probes, config, names or [f"texts[{i}]" for i in range(len(sequences))])
-    if "facts" in kinds and probes is not None:
-        _require_tokenizer(lm, f"probes = {probes!r}")
-    return [_with_own(lm, ids, kinds, config, i) for i, ids in enumerate(sequences)]
+    """Makes the probes of each text; facts need a tokenizer."""
+    return [_with_probes(lm, ids, index, block_size, window) for index, ids in enumerate(sequences)]
 
 
-def _with_own(lm: Encoder, ids: list[int], kinds: tuple[str, ...], config: TCAConfig, index: int) -> ProbedText:
+def _with_probes(lm: Encoder, ids: list[int], index: int, block_size: int, window: int) -> ProbedText:
     """A text with facts in it, which its probes ask for, and passages of it as probes."""
-    text, segments = _split_end(ids, config)
-    shortest, most = config.window + config.block_size, lm.config.max_context
-    seed = [config.seed, index]  # no two texts share draws, nor do copies and facts
-    rng = np.random.default_rng([*seed, 1])
-    encoded = _encode_facts(lm, rng, most - shortest) if "facts" in kinds and lm.tokenizer is not None else []
-    longest = max([len(segment.ids) for segment in (*segments, *(asked for _, asked in encoded))], default=0)
-    longest = max(longest, _COPY_TOKENS if "copy" in kinds else 0)
+    shortest, most = window + block_size, lm.config.max_context
+    text, segments = _split_end(ids, shortest)
+    rng = np.random.default_rng([0, index, 1])  # no two texts share draws, nor do copies and facts
+    encoded = _encode_facts(lm, rng, most - shortest) if lm.tokenizer is not None else []
+    longest = max([_COPY_TOKENS, *(len(each.ids) for each in (*segments, *(asked for _, asked in encoded)))])
     text = _without_beginning(text, max(0, len(text) - max(shortest, most - longest)))
-    ranked = config.num_ranked_blocks(len(text)) * config.block_size
+    ranked = num_ranked_blocks(len(text), block_size, window) * block_size
     if encoded:
         text, asked = _hide(lm, text, encoded, ranked, rng)
         segments += asked
-    if "copy" in kinds:
-        segments += _copies(text[:ranked], most - len(text), np.random.default_rng(seed))
+    segments += _copies(text[:ranked], most - len(text), np.random.default_rng([0, index]))
     return ProbedText(tuple(text), tuple(segments))
 
 
-def _split_end(ids: list[int], config: TCAConfig) -> tuple[list[int], list[Segment]]:
-    """A text without its end, and the end as a probe; one ranked block stays."""
-    size = max(0, min(FOLLOWING, len(ids) - config.window - config.block_size))
+def _split_end(ids: list[int], shortest: int) -> tuple[list[int], list[Segment]]:
+    """A text without its end, and the end as a probe; `shortest` tokens stay."""
+    size = max(0, min(FOLLOWING, len(ids) - shortest))
     text, end = ids[: len(ids) - size], tuple(ids[len(ids) - size :])
     return text, [Segment(end, (True,) * size, FOLLOW)] if size else []
 
@@ -122,7 +85,7 @@ def _encode_facts(lm: Encoder, rng: np.random.Generator, room: int) -> list[tupl
     encoded = []
     for fact in facts.draw_facts(rng):
         question = fact.question if chat else f"Question: {fact.question}\nAnswer:"
-        asked = _encode_asked(lm, question, fact.answer, "facts", "probes", counted=fact.values)
+        asked = _encode_asked(lm, question, fact.answer, fact.values)
         if len(asked.ids) <= room:
             encoded.append(([encode_verbatim(lm, f"{line}\n", "probes") for line in fact.lines], asked))
     return encoded
@@ -180,73 +143,27 @@ def _spread(rng: np.random.Generator, count: int, size: int, end: int) -> list[i
     return [i * part + int(rng.integers(max(1, part - size + 1))) for i in rng.permutation(count).tolist()]
 
 
-def _with_pairs(
-    lm: Encoder, sequences: Sequence[list[int]], probes: Any, config: TCAConfig, names: Sequence[str]
-) -> list[ProbedText]:
-    """Texts with the user's pairs as probes."""
-    must = f"must have one for each of {len(sequences)} texts"
-    require(len(probes) == len(sequences), f"probes has {len(probes)} lists of pairs: {must}")
-    pairs = [_encode_pairs(lm, of_text, f"probes[{i}]") for i, of_text in enumerate(probes)]
-    texts = [_split_end(ids, config) for ids in sequences]
-    for name, (text, _), asked in zip(names, texts, pairs, strict=True):
-        longest, most = max(len(segment.ids) for segment in asked), lm.config.max_context
-        given = f"{name} has {len(text)} tokens without its end, its longest pair {longest}"
-        fits = len(text) + longest <= most
-        require(fits, f"{given}: model {lm.name!r} has {most} positions; cut the text")
-    return [ProbedText(tuple(text), (*end, *asked)) for (text, end), asked in zip(texts, pairs, strict=True)]
-
-
-def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[Segment]:
-    """One text's pairs, each a probe of its own."""
-    are_pairs = _is_list(pairs) and all(_is_list(pair) and len(pair) == len(_PARTS) for pair in pairs)
-    are_text = {isinstance(part, str | bytes) for pair in pairs for part in pair} if are_pairs else set()
-    fits = len(are_text) == 1 and all(len(part) for pair in pairs for part in pair)
-    must = "must be a list of (question, answer) pairs, at least one, all text or all token ids, none empty"
-    require(fits, f"{name}: {must}")
-    if are_text == {False}:
-        parts = [
-            [encode_prompt(lm, part, f"{name}[{i}] ({what})") for part, what in zip(pair, _PARTS, strict=True)]
-            for i, pair in enumerate(pairs)
-        ]
-        return [Segment((*q, *a), (False,) * len(q) + (True,) * len(a), "pairs") for q, a in parts]
-    _require_tokenizer(lm, name)
-    turns = [[decode_utf8(part, f"{name}[{i}]") for part in pair] for i, pair in enumerate(pairs)]
-    return [_encode_asked(lm, question, answer, "pairs", name) for question, answer in turns]
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _require_tokenizer(lm: Encoder, name: str) -> None:
-    remedy = "pass pairs of token ids, or 'copy'"
-    require(lm.tokenizer is not None, f"{name}: {lm.name} was loaded without a tokenizer; {remedy}")
-
-
-def _encode_asked(
-    lm: Encoder, question: str, answer: str, kind: str, name: str, counted: Sequence[str] = ()
-) -> Segment:
+def _encode_asked(lm: Encoder, question: str, answer: str, values: Sequence[str]) -> Segment:
     """A question and its answer as turns of the model's chat template, or as lines where it has none.
 
-    Tokens count that reach into the answer, or into its last parts where those are `counted`; all do where the
-    template rewrites it or the tokenizer tells no characters.
+    Tokens count that reach into the values; all do where the template rewrites the answer or the tokenizer has no
+    offsets.
     """
     text, before = f"\n{question} {answer}", f"\n{question} "
     if getattr(lm.tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        text, before = render_chat(lm, turns, name, answered=True), render_chat(lm, turns[:1], name)
-    told = answer.strip() or answer  # templates may strip what they render
-    start = text.find(told, len(before)) if text.startswith(before) else text.rfind(told)
-    spans, end = [], start + len(told)
-    for part in reversed(counted or [told]) if start >= 0 else ():
-        place = text.rindex(part, start, end)
-        spans.append((place, place + len(part)))
+        text, before = render_chat(lm, turns, "probes", answered=True), render_chat(lm, turns[:1], "probes")
+    start = text.find(answer, len(before)) if text.startswith(before) else text.rfind(answer)
+    spans, end = [], start + len(answer)
+    for value in reversed(values) if start >= 0 else ():
+        place = text.rindex(value, start, end)
+        spans.append((place, place + len(value)))
         end = place
     begun = len(text) - len(text.removeprefix(getattr(lm.tokenizer, "bos_token", None) or ""))  # by the text in front
-    ids = encode_verbatim(lm, text[begun:], name)
+    ids = encode_verbatim(lm, text[begun:], "probes")
     counts = [True] * len(ids)
     if spans and getattr(lm.tokenizer, "is_fast", False):
         encoded = lm.tokenizer(text[begun:], verbose=False, add_special_tokens=False, return_offsets_mapping=True)
         offsets = [(a + begun, b + begun) for a, b in encoded["offset_mapping"]]
         counts = [any(a < last and b > first for first, last in spans) for a, b in offsets]
-    return Segment(tuple(ids), tuple(counts), kind)
+    return Segment(tuple(ids), tuple(counts), "facts")

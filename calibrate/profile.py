@@ -1,4 +1,4 @@
-"""Profile: the reading and the row of budgets that calibration chose for every KV head, through Orbax."""
+"""Profile: the row of budgets that the paper's calibration chose for every KV head, through Orbax."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Float64
+from jaxtyping import Float64
 
 from tca_jax.calibration.worth_profile import FORMAT_VERSION as WORTH_VERSION
 from tca_jax.calibration.worth_profile import WorthProfile
@@ -18,40 +19,29 @@ from tca_jax.methods.base import Method
 from tca_jax.methods.candidates import kept_share
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.registry import configured
-from tca_jax.methods.tca_prefill import READINGS
 from tca_jax.models.config import ModelConfig
 from tca_jax.persistence import load, save
 
-FORMAT_VERSION, _READ_VERSIONS = 4, (3, 4)
-ARRAYS = ("candidates", "scores", "readings", "prefill_candidates", "reading_worth", "keeping_worth")
-_METADATA = ("config", "fingerprint", "model_name", "sources", "losses", "probes", "library_version")
+FORMAT_VERSION, _OLD_VERSIONS = 6, (3, 4)
+_READ_VERSIONS = (*_OLD_VERSIONS, WORTH_VERSION, FORMAT_VERSION)
+ARRAYS = ("candidates", "scores")
+_METADATA = ("config", "fingerprint", "model_name", "sources", "library_version")
+_OF_CONFIG = frozenset(field.name for field in dataclasses.fields(TCAConfig))
 _SCORE_SLACK = 0.01  # float32 sums over long texts leave [0, 1] by rounding
 _SHOWN = 12  # characters of a fingerprint in a message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Profile:
-    """What calibration found: for each KV head of each layer, how it reads a prompt and what its cache keeps.
+    """Budgets of the paper's rule (Algorithm 1) for each KV head of each layer.
 
     Attributes:
-        candidates: Cache rows, what tokens behind the prompt attend to: rows of `candidate_distributions(config)`,
-            int32 `[layers, H_kv]`; row M is "dense".
+        candidates: Rows of `candidate_distributions(config)`, int32 `[layers, H_kv]`; row M is "dense".
         scores: Calibration score of every candidate, float32 `[layers, H_kv, M + 1]`; NaN where not measured.
         config: The hyperparameters that the profile was made with and is used with.
         fingerprint: Of the model's weights (`models.fingerprint`); None fits any model of this shape.
         model_name: Name of the model, for messages and titles.
         sources: One entry for each calibration sequence: its number of "tokens" and the "sha256" of its ids.
-        readings: How the prompt's own queries attend: "sparse", "blocks" or "dense", strings `[layers, H_kv]`; "sparse"
-            throughout where they are left out.
-        prefill_candidates: Prefill rows of heads that read "sparse", at most the cache rows, and those where they are
-            left out; of other heads the cache rows.
-        reading_worth: Nats that each head gives back inside a text by reading blocks, to first order, float32
-            `[layers, H_kv]`; NaN where not measured.
-        keeping_worth: The same of answers, or of what follows a text, by keeping everything.
-        losses: Mean losses in nats per token: "full" attention's, with "row0" in every head, and as "chosen"; "inside"
-            the texts, of the probes' "answers" and of the tokens "following" a selection; those that were measured.
-        probes: Answers that counted by kind of probe ("counted", 0 for a kind that says nothing of the
-            model), and the bounds "kept" and "attended", or None. None where there were no probes.
         library_version: Version of tca_jax that made the profile.
 
     Raises:
@@ -64,34 +54,15 @@ class Profile:
     fingerprint: str | None
     model_name: str
     sources: tuple[Mapping[str, Any], ...] = ()
-    readings: np.ndarray = None  # type: ignore[assignment]  # an array once it is made
-    prefill_candidates: np.ndarray = None  # type: ignore[assignment]
-    reading_worth: np.ndarray = None  # type: ignore[assignment]
-    keeping_worth: np.ndarray = None  # type: ignore[assignment]
-    losses: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    probes: Mapping[str, Any] | None = None
     library_version: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("tca-jax"))
 
     def __post_init__(self) -> None:
         rows, shape = self.config.num_candidates + 1, np.shape(self.candidates)
         candidates = _checked("candidates", self.candidates, "iu", shape)
         _require("candidates", candidates, (candidates >= 0) & (candidates < rows), f"lie in [0, {rows - 1}]")
-        readings = np.full(shape, READINGS[0]) if self.readings is None else self.readings
-        readings = _checked("readings", readings, "U", shape)
-        _require("readings", readings, np.isin(readings, READINGS), f"be one of {list(READINGS)}")
-        prefill = candidates if self.prefill_candidates is None else self.prefill_candidates
-        prefill = np.where(readings == "sparse", _checked("prefill_candidates", prefill, "iu", shape), candidates)
-        in_range = (prefill >= 0) & (prefill <= candidates)
-        _require("prefill_candidates", prefill, in_range, "lie between 0 and the cache row")
         scores = _checked("scores", self.scores, "f", (*shape, rows))
         _require("scores", scores, ~((scores < -_SCORE_SLACK) | (scores > 1 + _SCORE_SLACK)), "lie in [0, 1]")
-        fields = {"candidates": candidates, "prefill_candidates": prefill, "readings": readings, "scores": scores}
-        for name in ("reading_worth", "keeping_worth"):
-            worth = np.full(shape, np.nan) if getattr(self, name) is None else getattr(self, name)
-            fields[name] = _checked(name, worth, "f", shape)
-        kinds: dict[str, Any] = {"candidates": np.int32, "prefill_candidates": np.int32, "readings": readings.dtype}
-        for name, value in fields.items():
-            value = value.astype(kinds.get(name, np.float32))
+        for name, value in (("candidates", candidates.astype(np.int32)), ("scores", scores.astype(np.float32))):
             value.setflags(write=False)  # a frozen dataclass should not change through its arrays
             object.__setattr__(self, name, value)
         object.__setattr__(self, "sources", tuple(map(dict, self.sources)))
@@ -110,8 +81,7 @@ class Profile:
         )
 
     def __hash__(self) -> int:
-        rows = self.candidates.tobytes(), self.prefill_candidates.tobytes()
-        return hash((rows, self.config, self.fingerprint, self.model_name))
+        return hash((self.candidates.tobytes(), self.config, self.fingerprint, self.model_name))
 
     @classmethod
     def uniform(cls, config: TCAConfig, num_layers: int, num_kv_heads: int, candidate: int) -> Profile:
@@ -151,9 +121,9 @@ class Profile:
     def kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
         """Share of a full cache's tokens that a prompt leaves in the cache of each head, at most.
 
-        Kept are the selected tokens of the n ranked blocks (Eq. 7), the larger budget of both rows at each rank, the
-        reserve (a bound: budgets may hold some of its tokens anyway), and every token right of those blocks, the local
-        tokens of the first new one; a prompt with n = 0 keeps everything.
+        Kept are the selected tokens of the n ranked blocks (Eq. 7), the reserve (a bound: budgets may hold some of its
+        tokens anyway), and every token right of those blocks, the local tokens of the first new one; a prompt with
+        n = 0 keeps everything.
 
         Args:
             num_tokens: Length of the prompt, L.
@@ -165,28 +135,7 @@ class Profile:
             ValueError: `num_tokens` is not a positive integer.
         """
         check_integer("num_tokens", num_tokens, at_least=1)
-        return kept_share(self.config, int(num_tokens), self.candidates, self.prefill_candidates)
-
-    def prefill_kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
-        """Share of a prompt's tokens that a query behind its last token would attend to by its head's reading, at most.
-
-        As `kept_share`, which is the share of the memory; this one tells the work of reading the prompt.
-
-        Args:
-            num_tokens: Length of the prompt, L.
-
-        Returns:
-            Shares in (0, 1], `[layers, H_kv]`.
-
-        Raises:
-            ValueError: `num_tokens` is not a positive integer.
-        """
-        check_integer("num_tokens", num_tokens, at_least=1)
-        config, tokens = self.config, int(num_tokens)
-        sparse = kept_share(config, tokens, self.prefill_candidates, self.prefill_candidates)
-        left = config.num_ranked_blocks(tokens)
-        blocks = (tokens - max(0, left - config.fetch) * config.block_size) / tokens
-        return np.select([self.readings == "sparse", self.readings == "blocks"], [sparse, blocks], 1.0)
+        return kept_share(self.config, int(num_tokens), self.candidates)
 
     def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None:
         """Checks that the profile belongs to a model.
@@ -209,12 +158,7 @@ class Profile:
 
     def method(self) -> Method:
         """The attention method that runs under these budgets, a `tca_jax.methods` object."""
-        options: dict[str, Any] = {}
-        if not np.array_equal(self.prefill_candidates, self.candidates):
-            options["prefill_candidates"] = self.prefill_candidates
-        if not (self.readings == "sparse").all():
-            options["readings"] = self.readings
-        return configured(self.config, self.candidates, **options)
+        return configured(self.config, self.candidates)
 
     def settings(self) -> None:
         """Arrays of the method: none."""
@@ -256,16 +200,18 @@ class Profile:
         reads = f"tca_jax {importlib.metadata.version('tca-jax')} reads {list(_READ_VERSIONS)}"
         given = f"{folder}: format_version = {version!r}"
         require(version in _READ_VERSIONS, f"{given}: {reads}; upgrade tca_jax, or calibrate again")
-        with explaining(f"{folder}: damaged", ValueError, TypeError, LookupError, AttributeError):
-            # Formats say what fields they have: beside them, version 3 has names of arrays and a checksum.
+        with _damage_explained(folder):
+            is_of_paper = version not in _OLD_VERSIONS or _is_of_paper(metadata["config"], arrays)
+        require(is_of_paper, f"{folder} was made by the search of an older version: calibrate again (a minute)")
+        with _damage_explained(folder):
             fields = {name: metadata[name] for name in _METADATA} | {name: arrays[name] for name in ARRAYS}
-            fields["config"] = TCAConfig(**fields["config"])
+            config = fields["config"].items()
+            fields["config"] = TCAConfig(**{k: v for k, v in config if version == FORMAT_VERSION or k in _OF_CONFIG})
             fields["sources"] = tuple(fields["sources"])
-            return cls(**{**fields, "readings": np.array(READINGS)[fields["readings"]]})
+            return cls(**fields)
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        codes = np.argmax(self.readings[..., None] == np.array(READINGS), axis=-1).astype(np.int32)
-        return {name: codes if name == "readings" else getattr(self, name) for name in ARRAYS}
+        return {name: getattr(self, name) for name in ARRAYS}
 
     def _metadata(self) -> dict[str, Any]:
         """All but the arrays, as JSON values."""
@@ -273,22 +219,21 @@ class Profile:
         return {name: getattr(self, name) for name in _METADATA} | own
 
 
-def budgets_of(profile: Profile) -> dict[str, Any]:
+def _damage_explained(folder: Any) -> AbstractContextManager[None]:
+    return explaining(f"{folder}: damaged", ValueError, TypeError, LookupError, AttributeError)
+
+
+def _is_of_paper(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
+    """Whether Algorithm 1 made a profile of format 3 or 4: one row a head, all heads read "sparse" (code 0)."""
+    alike = np.array_equal(arrays["candidates"], arrays["prefill_candidates"])
+    return config["criterion"] != "worth" and not arrays["readings"].any() and alike
+
+
+def options_of(profile: Profile | WorthProfile) -> dict[str, Any]:
     """Calibration's results by the names of the methods' options that take them."""
-    return {name: getattr(profile, name) for name in ("config", "candidates", "prefill_candidates", "readings")}
-
-
-def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
-    """Gates for the method duoattention from a profile: what each head is worth to answers, over the largest worth.
-
-    Raises:
-        ValueError: the profile does not know what heads are worth.
-    """
-    worth = profile.keeping_worth
-    remedy = "calibrate with criterion 'worth', or pass published gates"
-    is_known = not np.isnan(worth).any()
-    require(is_known, f"profile of {profile.model_name!r} does not know what heads are worth: {remedy}")
-    return np.clip(worth / max(float(worth.max()), np.finfo(np.float32).tiny), 0, 1)
+    if isinstance(profile, WorthProfile):
+        return {"gates": profile.maps.head_weights / profile.maps.head_weights.max()}
+    return {"config": profile.config, "candidates": profile.candidates}
 
 
 def _checked(name: str, value: Any, kind: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,24 +17,25 @@ from jaxtyping import Float32, Float64
 
 from tca_jax.calibration.predicted_worth import WorthMaps, fit_worth, pack_texts
 from tca_jax.calibration.probes import FOLLOW, ProbedText, Segment, probed_texts
-from tca_jax.calibration.repetition import CHUNK
+from tca_jax.calibration.repetition import CHUNK, chat_frame, repetition_request, repetition_rows
 from tca_jax.engine.contexts import prefill
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.prompts import Prompt
+from tca_jax.engine.prompts import Encoder, Prompt, encode_prompt, encode_verbatim, is_single
 from tca_jax.engine.score import score, score_answers
 from tca_jax.errors import check_integer, explaining, is_finite_number, require
 from tca_jax.methods.base import Method
-from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.worth import BLOCK, WINDOW, ReadSettings, WorthSettings, by_worth
+from tca_jax.methods.worth import BLOCK, ReadSettings, WorthSettings, by_worth
 from tca_jax.models.config import ModelConfig
 from tca_jax.persistence import save
 
 FORMAT_VERSION = 5
 MASS = 0.1  # least mass of a block that a tile reads
 _KEPT, _SELECTED = (0.1, 0.15, 0.2, 0.25, 0.33, 0.5), (0.05, 0.1, 0.2)
-_LEAST_KNOWN = 0.97  # of the facts known under full attention, and ...
-_MOST_FOLLOWING = 0.01  # ... the loss of the following text above full attention's, that the default share holds
-_MOST_NATS = 0.1  # above full attention's loss of copies and facts inside a prompt, of the default selected share
+COUNT, TOKENS = 8, 8_192  # texts, and tokens of each
+_LEAST_TOKENS = 4 * BLOCK
+LEAST_KNOWN = 0.97  # of the facts known under full attention, and ...
+MOST_FOLLOWING = 0.01  # ... the loss of the following text above full attention's, that the default share holds
+MOST_NATS = 0.1  # above full attention's loss of copies and facts inside a prompt, of the default selected share
 _ROOM = 1.5  # pages of a row over those that its share needs on the calibration's texts
 _SHOWN = 12  # characters of a fingerprint in a message
 _OF_MAPS = tuple(field.name for field in dataclasses.fields(WorthMaps))
@@ -71,9 +74,7 @@ class WorthProfile:
 
     def __post_init__(self) -> None:
         for name in ("kept", "selected"):
-            value = getattr(self, name)
-            known = is_finite_number(value) and 0 < value <= 1
-            require(known, f"{name} = {value!r}: must be in (0, 1]")
+            require_share(name, getattr(self, name))
 
     def __repr__(self) -> str:
         layers, heads = self.maps.maps.shape[:2]
@@ -141,6 +142,12 @@ class WorthProfile:
             return cls(maps=WorthMaps(**of_maps), **fields | tables)
 
 
+def require_share(name: str, value: float | None) -> None:
+    """Raises ValueError unless a share is None or in (0, 1]."""
+    known = value is None or (is_finite_number(value) and 0 < value <= 1)
+    require(known, f"{name} = {value!r}: must be in (0, 1]")
+
+
 def _shares_at(shares: Float32[np.ndarray, "layers Hkv"], kept: float) -> Float64[np.ndarray, "layers Hkv"]:
     """About what heads keep at another share in all than they were measured at: their odds change by one factor."""
     odds = np.clip(shares, 1e-3, 1 - 1e-3) / (1 - np.clip(shares, 1e-3, 1 - 1e-3))
@@ -155,48 +162,95 @@ def calibrate_worth(
     lm: LM,
     texts: Prompt | Sequence[Prompt],
     *,
-    count: int = 8,
-    tokens: int = 8_192,
+    count: int = COUNT,
+    tokens: int = TOKENS,
     kept: float | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> WorthProfile:
-    """Fits predicted worth on half of the texts and measures it on the others (docs/worth.md).
-
-    Args:
-        lm: The model, on one device.
-        texts: Texts or sequences of token ids; shorter ones are packed, longer ones cut.
-        count: Texts of `tokens` tokens that are made of them.
-        tokens: Tokens of each.
-        kept: Share that stays; None for the smallest that holds 97% of the facts and 1% of the following text's loss.
-        progress: Called with the stage, what is done of it and all of it.
-
-    Raises:
-        ValueError: the texts have too few tokens (says how many are missing), or `kept` is out of range.
-    """
+    """Fits predicted worth on half of the texts and measures it on the others; `tca_jax.calibrate` documents it."""
     require_lm(lm)
-    check_integer("count", count, at_least=2)
-    check_integer("tokens", tokens, at_least=4 * BLOCK)
-    require(kept is None or (is_finite_number(kept) and 0 < kept <= 1), f"kept = {kept!r}: must be in (0, 1]")
-    given = [texts] if isinstance(texts, str | bytes) or (len(texts) and isinstance(texts[0], int)) else texts
-    packed = pack_texts(lm, given, count, tokens)
-    maps = fit_worth(lm, packed, chunk=min(CHUNK, tokens // 2), progress=progress)["worth"]
+    require(lm.mesh is None, f"{lm.name} is on a mesh: load it on one device to fit predicted worth")
+    packed, chunk = packed_texts(lm, texts, count, tokens, kept)
+    maps = fit_worth(lm, packed, chunk=chunk, progress=progress)["worth"]
     sources = tuple(
         {"tokens": len(ids), "sha256": hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()} for ids in packed
     )
     fields: dict[str, Any] = {"fingerprint": lm.fingerprint, "model_name": lm.name, "sources": sources}
     profile = WorthProfile(maps, 1.0, 1.0, (), (), **fields)
-    probed = probed_texts(lm, packed[count // 2 :], None, TCAConfig(window=WINDOW, block_size=BLOCK))
-    kept_table, reading_table = _measure(lm, profile, probed, progress)
-    chosen = kept or next((row["kept"] for row in kept_table if _holds(row)), kept_table[-1]["kept"])
-    near = [row for row in reading_table if max(row["copy"], row["fact"]) <= _MOST_NATS]
-    selected = (near or reading_table[-1:])[0]["selected"]
+    kept_table, reading_table = _measure(lm, profile, probed_texts(lm, packed[count // 2 :]), progress)
+    if kept is None and (doubt := _doubt(kept_table, lm.name)):
+        warnings.warn(doubt, stacklevel=3)
     return dataclasses.replace(
-        profile, kept=float(chosen), selected=selected, kept_table=kept_table, reading_table=reading_table
+        profile,
+        kept=float(kept or chosen_kept(kept_table)),
+        selected=chosen_selected(reading_table),
+        kept_table=kept_table,
+        reading_table=reading_table,
     )
 
 
-def _holds(row: Mapping[str, float]) -> bool:
-    return row["facts"] >= _LEAST_KNOWN and row["following"] <= _MOST_FOLLOWING
+def packed_texts(
+    lm: Encoder, texts: Prompt | Sequence[Prompt], count: int, tokens: int, kept: float | None
+) -> tuple[list[list[int]], int]:
+    """Token ids of `count` texts, and the tokens of a chunk of their repetition; checks what `calibrate` is given."""
+    check_integer("count", count, at_least=2)
+    check_integer("tokens", tokens, at_least=_LEAST_TOKENS)
+    require_share("kept", kept)
+    most = lm.config.max_context
+    chunk = min(CHUNK, tokens // 2, most // 4)
+    tokens = min(tokens, most - repetition_rows([0], repetition_request(lm), chunk).tokens.shape[1])
+    needed = f"predicted worth needs texts of {_LEAST_TOKENS} tokens, and room for a repetition"
+    require(tokens >= _LEAST_TOKENS, f"{lm.name} has {most} positions: {needed}")
+    batch = [texts] if is_single(texts, "texts") else list(texts)
+    require(batch, "texts is empty: at least one is needed")
+    if len(batch) >= count:
+        named = ((f"texts[{i}]", each) for i, each in enumerate(batch))
+        return pack_texts(
+            lm, [x if isinstance(x, str | bytes) else encode_prompt(lm, x, n) for n, x in named], count, tokens
+        ), chunk
+    # Fewer texts than are needed: their pieces, evenly spread.
+    ids = [token for i, each in enumerate(batch) for token in _verbatim(lm, each, f"texts[{i}]")]
+    size = tokens - len(chat_frame(lm)[0])
+    pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
+    packed = pack_texts(lm, pieces, max(count, len(ids) // size), tokens)
+    return [packed[i] for i in np.linspace(0, len(packed) - 1, count).round().astype(int).tolist()], chunk
+
+
+def _verbatim(lm: Encoder, text: Prompt, name: str) -> list[int]:
+    return encode_verbatim(lm, text, name) if isinstance(text, str | bytes) else encode_prompt(lm, text, name)
+
+
+def chosen_kept(table: Sequence[Mapping[str, float]]) -> float:
+    """The smallest kept share that holds answers and the following text, or the largest that was measured."""
+    return next((row["kept"] for row in table if holds(row)), table[-1]["kept"])
+
+
+def chosen_selected(table: Sequence[Mapping[str, float]]) -> float:
+    """The smallest selected share under which copies and facts inside a prompt stay near full attention's loss."""
+    near = (row["selected"] for row in table if max([0.0, *_known(row, "copy", "fact")]) <= MOST_NATS)
+    return next(near, table[-1]["selected"])
+
+
+def holds(row: Mapping[str, float]) -> bool:
+    """Whether a kept share holds facts, or copies where full attention knows no fact, and the following text."""
+    answers = _known(row, "facts") or _known(row, "copies") or [1.0]
+    return answers[0] >= LEAST_KNOWN and row["following"] <= MOST_FOLLOWING
+
+
+def _known(row: Mapping[str, float], *names: str) -> list[float]:
+    return [row[name] for name in names if not math.isnan(row[name])]
+
+
+def _doubt(table: Sequence[Mapping[str, float]], name: str) -> str | None:
+    """A warning about a share that the measurements do not explain."""
+    if not _known(table[0], "facts"):
+        return (
+            f"{name!r} knows none of the hidden facts under full attention: copies and the following text choose kept"
+        )
+    if not any(map(holds, table)):
+        bounds = f"{LEAST_KNOWN:.0%} of the facts within {MOST_FOLLOWING:.0%} of the following text's loss"
+        return f"no measured share holds {bounds}: kept = {table[-1]['kept']}, the largest; see kept_table"
+    return None
 
 
 def _measure(
@@ -207,7 +261,7 @@ def _measure(
     done = iter(range(1, steps + 1))
 
     def tell(found: Any) -> Any:
-        progress("measure", next(done), steps)
+        progress("measuring answers and losses", next(done), steps)
         return found
 
     def answers(of: WorthProfile | None) -> list[dict[str, list[Any]]]:
@@ -232,11 +286,17 @@ def _measure(
     for share in _SELECTED:
         under = lm.with_profile(profile.with_kept(1.0, share))
         found = [tell(_losses(under, each)) for each in probed]
-        attended, plain, copy, fact = (np.nanmean(np.array(found), axis=0)).tolist()
-        _, plain_full, copy_full, fact_full = (np.nanmean(np.array(full), axis=0)).tolist()
+        attended, plain, copy, fact = _means(found)
+        _, plain_full, copy_full, fact_full = _means(full)
         row = {"selected": share, "attended": attended, "plain": plain / plain_full - 1}
         reading_table.append(row | {"copy": copy - copy_full, "fact": fact - fact_full})
     return tuple(kept_table), tuple(reading_table)
+
+
+def _means(figures: Sequence[Sequence[float]]) -> list[float]:
+    """Means over texts of what was measured; NaN where nothing was."""
+    columns = [[x for x in column if not math.isnan(x)] for column in zip(*figures, strict=True)]
+    return [float(np.mean(column)) if column else math.nan for column in columns]
 
 
 def _counted(segment: Segment) -> tuple[int, int]:

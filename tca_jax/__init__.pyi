@@ -5,6 +5,7 @@ from . import methods as methods
 from .calibration.profile import Profile as Profile
 from .calibration.run import calibrate as calibrate
 from .calibration.scores import calibration_scores as calibration_scores
+from .calibration.worth_profile import WorthProfile as WorthProfile
 from .engine.contexts import Context as Context
 from .engine.contexts import prefill as prefill
 from .engine.generation import Output as Output

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Float32, Float64, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
@@ -84,25 +84,6 @@ def attention_program(
     It takes the stream in front of the layer, RoPE's angles and the arrays; without `measures`, `attend` gives one.
     """
     return layer_program(_layer_of(attend, measures), inputs=(SAME, SAME, SAME, *inputs), **options)
-
-
-def slope_program(attend: Callable[..., Any], *, inputs: Sequence[Any], **options: Any) -> LayerProgram:
-    """The program of a layer's derivatives by the stream in front of it and by the gates `[H_kv]` of its heads.
-
-    `attend(q, k, v, gates, *arrays, **static)` returns the attention. The program takes the derivative by the stream
-    behind the layer, and then what an `attention_program` takes.
-    """
-    layer = _layer_of(attend, measures=False)
-
-    def slopes(
-        module: Any, cotangent: Array, x: Array, cos: Array, sin: Array, gates: Array, *rest: Any, **static: Any
-    ) -> tuple[Array, Array]:
-        _, pullback = jax.vjp(lambda x, gates: layer(module, x, cos, sin, gates, *rest, **static)[0], x, gates)
-        return pullback(cotangent)
-
-    slopes.__name__ = f"{attend.__name__}_slopes"
-    specs = (SAME, SAME, SAME, SAME, *inputs)
-    return layer_program(slopes, inputs=specs, outputs=(SAME, HEADS), derives=True, **options)
 
 
 def _layer_of(attend: Callable[..., Any], measures: bool) -> Callable[..., Any]:
@@ -175,14 +156,6 @@ class LayerPass:
     def finish(self, program: LayerProgram) -> Any:
         """Runs `program(decoder, x, targets)`, a `layer_program`, on the last layer's residual stream."""
         return self._of_decoder(program, self._x, self.targets)
-
-    def slopes(self, program: LayerProgram, *arguments: Any, **static: Any) -> Float64[np.ndarray, "layers Hkv"]:
-        """Derivative of weighted losses by the gates of all heads: a `slope_program` and what `backward` takes."""
-        found = [
-            self._lm.in_model_order(number, on_host(slope).astype(np.float64))
-            for number, slope in self.backward(program, *arguments, **static)
-        ]
-        return np.stack(found[::-1])
 
     def backward(
         self,

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from tca_jax.engine.lm import KV, LM
 from tca_jax.engine.mesh import Orders, balanced_orders
-from tca_jax.errors import UserError, explaining, require, require_type
+from tca_jax.errors import UserError, explaining, is_finite_number, require, require_type
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.gguf import find_gguf, open_gguf
@@ -33,6 +33,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers ne
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
+    from tca_jax.calibration.worth_profile import WorthProfile
 
 SHIPPED = ("recall-tiny",)
 _E4M3_CAPABILITY = (8, 9)  # Ada and later convert and multiply e4m3 numbers
@@ -70,25 +71,28 @@ class Checkpoint:
         """Whether its projections are stored in eight bits."""
         return read_quantization(self.folder) is not None
 
-    def read_profile(self, profile: Any) -> Profile | None:
+    def read_profile(self, profile: Any, kept: float | None = None) -> Profile | WorthProfile | None:
         """The profile that `load` is to use, checked for the model's shape.
 
         Args:
             profile: As for `tca_jax.load`.
+            kept: As for `tca_jax.load`.
 
         Raises:
             FileNotFoundError: no such folder, or "shipped" where no profile lies beside the model.
-            ValueError: a damaged profile, or one of another shape.
+            ValueError: a damaged profile, one of another shape, or a kept share that it cannot have.
         """
+        require_kept(profile, kept)
         found = _resolve_profile(self.folder, profile)
         if found is not None:
             found.validate_for(self.config, None, self.name)
-        return found
+        return found if kept is None else _with_kept(found, kept)
 
     def load(
         self,
         profile: Any = None,
         *,
+        kept: float | None = None,
         dtype: Any = None,
         weights: str | None = None,
         kv: str | None = None,
@@ -102,7 +106,7 @@ class Checkpoint:
             _require_e4m3(f"{self.name} has weights in fp8, which")
         if mesh is not None:
             check_mesh(mesh, self.config, self.name)
-        found = self.read_profile(profile)  # before gigabytes are read
+        found = self.read_profile(profile, kept)  # before gigabytes are read
         enable_compilation_cache()
         orders = None if mesh is None or found is None else self._head_orders(found, mesh)
         # All weights are read here.
@@ -120,7 +124,7 @@ class Checkpoint:
         )
         return lm.with_profile(found)
 
-    def _head_orders(self, profile: Profile, mesh: Mesh) -> Orders:
+    def _head_orders(self, profile: Profile | WorthProfile, mesh: Mesh) -> Orders:
         """Where the profile wants each KV head: read there, none has to be moved, for which there may be no room."""
         c = self.config
         sizes = c.num_layers, c.num_kv_heads, axis_size(mesh, MODEL), c.max_context
@@ -129,8 +133,9 @@ class Checkpoint:
 
 def load(
     name_or_path: str | os.PathLike[str],
-    profile: str | os.PathLike[str] | Profile | None = None,
+    profile: str | os.PathLike[str] | Profile | WorthProfile | None = None,
     *,
+    kept: float | None = None,
     dtype: Any = None,
     weights: str | None = None,
     kv: str | None = None,
@@ -144,8 +149,9 @@ def load(
         name_or_path: A local folder with config.json and *.safetensors; a GGUF file, one of several (gguf-split's, or
             numbered pieces `model.gguf.00`), or a folder that holds one; an alias (`tca_jax.models.ALIASES`, or
             "recall-tiny", which ships with the package); or a Hugging Face Hub id. Looked up in this order.
-        profile: Head budgets: a folder that `Profile.save` wrote, a `Profile`, "shipped" for the one beside a shipped
-            model, or None for exact full attention.
+        profile: A folder that a profile was saved to, a `WorthProfile` or `Profile`, "shipped" for the one beside a
+            shipped model, or None for exact full attention.
+        kept: Share of the tokens that stays under a profile of predicted worth, in (0, 1]; None for the profile's own.
         dtype: Of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU.
         weights: "fp8" stores the weights of projections and MLP in e4m3 with a scale for each output channel,
             quantized while they are read; None keeps the checkpoint's format. Products of many tokens are then of e4m3
@@ -161,13 +167,15 @@ def load(
         The model; `lm.with_profile(other)` shares its weights.
 
     Raises:
-        ValueError: unknown alias (with the list), unsupported architecture or option, a profile of another model, a
-            mesh whose devices cannot share the model (with the numbers that can), a GPU that has no e4m3.
+        ValueError: unknown alias (with the list), unsupported architecture or option, a profile of another model,
+            `kept` out of range or with another profile than one of predicted worth, a mesh whose devices cannot share
+            the model (with the numbers that can), a GPU that has no e4m3.
         FileNotFoundError: a file of the checkpoint is missing (with its name).
     """
     dtype = check_dtype(dtype)  # before anything is downloaded
     check_eight_bits(weights, kv)
-    options = {"dtype": dtype, "weights": weights, "kv": kv, "mesh": mesh, "progress": progress}
+    require_kept(profile, kept)
+    options = {"kept": kept, "dtype": dtype, "weights": weights, "kv": kv, "mesh": mesh, "progress": progress}
     return open_checkpoint(name_or_path, revision).load(profile, **options)
 
 
@@ -347,7 +355,22 @@ def _checked_token_ids(eos: Any, vocab_size: int, path: Path) -> tuple[int, ...]
     return tuple(ids)
 
 
-def _resolve_profile(folder: Path, profile: Any) -> Profile | None:
+def require_kept(profile: Any, kept: float | None) -> None:
+    """Raises ValueError if a kept share is out of range or comes without a profile."""
+    known = kept is None or (is_finite_number(kept) and 0 < kept <= 1)
+    require(known, f"kept = {kept!r}: must be in (0, 1]")
+    require(kept is None or profile is not None, f"kept = {kept}: goes with a profile of predicted worth")
+
+
+def _with_kept(profile: Any, kept: float) -> WorthProfile:
+    from tca_jax.calibration.worth_profile import WorthProfile
+
+    fits = isinstance(profile, WorthProfile)
+    require(fits, f"kept = {kept}: goes with a profile of predicted worth, not with one of the paper's rule")
+    return profile.with_kept(kept)
+
+
+def _resolve_profile(folder: Path, profile: Any) -> Profile | WorthProfile | None:
     if profile is None:
         return None
     from tca_jax.calibration.profile import Profile

@@ -17,7 +17,7 @@ import tca_jax
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
-from tca_jax.methods.base import Attended, Heads, Method, last_queries, per_head, selection_for_prefill
+from tca_jax.methods.base import Attended, Heads, Method, last_queries, per_head
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Regions, Selected
 from tca_jax.models.config import ModelConfig
@@ -52,7 +52,7 @@ class Case:
         capacities = per_head(policy.capacities(0, tokens), kv_heads, self.name)
         regions = Regions.plan(batch, heads.widest(capacities), policy.block_size)
         kept = regions.fill(selection, k, v, block_size=policy.block_size, backend=self.backend)
-        return kept, selection_for_prefill(self.method, 0, heads, selection, kept, k, v, self.backend)
+        return kept, kept if self.method.prefill_reads_cache else None
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Any) -> Attended:
         readable = None if selected is None else selected[1]
@@ -109,7 +109,7 @@ def check(config: ModelConfig, case: Case, tokens: int) -> float:
     inputs = attention_inputs(config, tokens, seed=1)
     selected = jax.jit(case.select)(*inputs)
     run = lambda backend: jax.jit(dataclasses.replace(case, backend=backend).attend)(*inputs, selected).out  # noqa: E731
-    exact = case.method.prefill_reads_cache and case.method.prefill.answers_from_cache(0)
+    exact = case.method.prefill_reads_cache
     return common.agreement(case.backend, run, _EXACT if exact else _ESTIMATED)
 
 

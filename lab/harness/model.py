@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 import tca_jax
-from tca_jax.calibration.profile import budgets_of
+from tca_jax.calibration.profile import options_of
 from tca_jax.engine.lm import LM, stored_entry
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.score import score_answers

@@ -31,7 +31,7 @@ from tca_jax.errors import require
 from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR
 from tca_jax.lab.rivals.repetition import repeat, select_repeated
-from tca_jax.methods.base import last_queries, selection_for_prefill
+from tca_jax.methods.base import last_queries
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
@@ -120,7 +120,7 @@ def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"
         heads = heads_of(lm.head_shards, layer, k.shape[2])
         selection = policy.select(layer, heads, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
         selected = layout.regions(layer).fill(selection, k, v, block_size=policy.block_size)
-        readable = selection_for_prefill(lm.method, layer, heads, selection, selected, k, v, "auto")
+        readable = selected if lm.method.prefill_reads_cache else None
         out = lm.method.prefill.attend(layer, heads, q, k, v, lengths, readable, "auto").out
         return out, selection_mask(selection.scores, selected.budgets, block_size=policy.block_size)[0]
 

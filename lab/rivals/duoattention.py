@@ -1,9 +1,9 @@
 """DuoAttention (arXiv 2410.10819): retrieval heads keep every token, streaming heads the sinks and the latest ones.
 
-Retrieval heads have the highest gates: the paper's full_attention_heads.tsv, or `tca_jax.calibration.head_gates` of a
-profile. Prompt queries of streaming heads see sinks and recent tokens; `dense_prefill` reads prompts in full, as the
-code does for accuracy (mit-han-lab/duo-attention at fe93c31). What differs: recent tokens begin on a block boundary;
-tied gates go by layer and head, not by random noise.
+Retrieval heads have the highest gates: the paper's full_attention_heads.tsv, or the `head_weights` of a profile of
+predicted worth. Prompt queries of streaming heads see sinks and recent tokens; `dense_prefill` reads prompts in full,
+as the code does for accuracy (mit-han-lab/duo-attention at fe93c31). What differs: recent tokens begin on a block
+boundary; tied gates go by layer and head, not by random noise.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DuoAttentionCache(CachePolicy):
     def select(
         self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
-        scores, budgets, _ = self.streaming.select(layer, heads, q, k, v, lengths, backend)
+        scores, budgets = self.streaming.select(layer, heads, q, k, v, lengths, backend)
         ranked = jnp.arange(budgets.shape[-1]) < self.num_ranked_blocks(lengths)[:, None, None]
         everything = jnp.where(ranked, jnp.int32(self.block_size), 0)
         return Selection(scores, jnp.where(self._retrieves(layer, heads), everything, budgets))
@@ -59,7 +59,7 @@ class DuoAttentionCache(CachePolicy):
     def evict(
         self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
-        scores, budgets, _ = self.streaming.evict(layer, heads, attention, blocks)
+        scores, budgets = self.streaming.evict(layer, heads, attention, blocks)
         return Selection(scores, jnp.where(self._retrieves(layer, heads), jnp.int32(self.block_size), budgets))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from tca_jax.calibration.profile import Profile
+    from tca_jax.calibration.worth_profile import WorthProfile
     from tca_jax.engine.contexts import Context
     from tca_jax.engine.lm import LM
     from tca_jax.loading import Checkpoint
@@ -26,7 +27,7 @@ SYSTEM_BEHIND_CONTEXT = "--system stands before the document: give it where that
 
 #: Where options come from that cannot be written on a command line.
 _SOURCES = {
-    "candidates": "--profile, from tca-jax calibrate",
+    "candidates": "--profile, from tca-jax calibrate --paper",
     "gates": "--profile, from tca-jax calibrate, or gates=FILE.tsv",
     "preferences": "preferences, which are measured in Python: tca_jax.lab.rivals.cake.layer_preferences",
     "head_scores": "head_scores, which are measured in Python: tca_jax.lab.rivals.kvzip_heads.repetition_scores",
@@ -37,14 +38,15 @@ _SOURCES = {
 def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple[Checkpoint, Callable[[], LM]]]:
     """The checkpoint of a model, and a function that reads its weights, for `rows` prompts at once."""
     from tca_jax.engine.mesh import parse_mesh
-    from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
+    from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint, require_kept
     from tca_jax.methods.written import parse_parts
     from tca_jax.pallas_kernels.backends import check_backend
 
-    with naming_options("dtype", "weights", "kv", "backend"):
+    with naming_options("dtype", "weights", "kv", "backend", "kept"):
         check_dtype(options.dtype)
         check_eight_bits(options.weights, options.kv)
         check_backend(options.backend)
+        require_kept(options.profile, options.kept)
     parts = None if options.method is None else parse_parts(options.method, "--method")
     mesh = None if options.mesh is None else parse_mesh(options.mesh, "--mesh")
     _require_shared(mesh, rows)
@@ -53,7 +55,8 @@ def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple
         checkpoint = open_checkpoint(name)
 
         def load() -> LM:
-            profile = checkpoint.read_profile(options.profile)
+            with naming_options("kept"):
+                profile = checkpoint.read_profile(options.profile, options.kept)
             method = None if parts is None else _method(parts, profile, f"--method {options.method}", checkpoint)
             lm = checkpoint.load(
                 profile,
@@ -87,7 +90,7 @@ def _require_shared(mesh: Mesh | None, rows: int) -> None:
     require(rows % devices == 0, f"--mesh {mesh_name(mesh)}: {divide}")
 
 
-def _method(parts: Parts, profile: Profile | None, where: str, checkpoint: Checkpoint) -> Any:
+def _method(parts: Parts, profile: Profile | WorthProfile | None, where: str, checkpoint: Checkpoint) -> Any:
     """The named method, with a profile's values of its options; errors begin with `where`."""
     from tca_jax.methods import get
     from tca_jax.methods.written import joined
@@ -100,15 +103,14 @@ def _method(parts: Parts, profile: Profile | None, where: str, checkpoint: Check
     return method
 
 
-def _found(profile: Profile, parts: Parts, where: str) -> dict[str, Any]:
+def _found(profile: Profile | WorthProfile, parts: Parts, where: str) -> dict[str, Any]:
     """What a profile knows of the options of methods, by their names; ValueError where that is none of these parts'."""
-    from tca_jax.calibration.profile import budgets_of, head_gates
+    from tca_jax.calibration.profile import options_of
     from tca_jax.methods.registry import option_names
 
-    known, taken = budgets_of(profile), {name for part, _ in parts for name in option_names(part)}
-    require({*known, "gates"} & taken, f"{where} takes nothing of a profile: leave out --profile")
-    wanted = any("gates" in option_names(part) and "gates" not in given for part, given in parts)
-    return {**known, "gates": head_gates(profile)} if wanted else known
+    known, taken = options_of(profile), {name for part, _ in parts for name in option_names(part)}
+    require(set(known) & taken, f"{where} takes nothing of a {type(profile).__name__}: leave out --profile")
+    return known
 
 
 def _filled(part: str, given: Mapping[str, Any], known: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -36,6 +36,10 @@ ProfileOption = Annotated[
     str | None,
     typer.Option(help='Profile folder, or "shipped" for a shipped model.', show_default="full attention"),
 ]
+KeptOption = Annotated[
+    float | None,
+    typer.Option(help="Share of the tokens that stays, under predicted worth.", show_default="that of the profile"),
+]
 DtypeOption = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16"),
@@ -70,7 +74,7 @@ SavedProfileArgument = Annotated[
 ]
 ShareTokensOption = Annotated[
     int | None,
-    typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=LARGEST),
+    typer.Option(help="Prompt length of the budgets' shares.", show_default="that of calibration", min=1, max=LARGEST),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
@@ -80,6 +84,7 @@ class ModelOptions:
     """Options that say under which method a model runs, and on what."""
 
     profile: ProfileOption = None
+    kept: KeptOption = None
     method: Annotated[
         str | None,
         typer.Option(

@@ -1,8 +1,9 @@
-"""`tca-jax profile`: what calibration gave each KV head, as a table or as JSON."""
+"""`tca-jax profile`: what calibration found, as tables or as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,13 @@ from rich.table import Table
 
 from tca_jax.cli.files import print_json
 from tca_jax.cli.options import JsonOption, SavedProfileArgument, ShareTokensOption
+from tca_jax.errors import require
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
+    from tca_jax.calibration.worth_profile import WorthProfile
 
 _TABLE_HEADS = 8  # fit into 80 columns
-_NAMED_HEADS = 5  # of the highest worth
-_LOSSES = {"inside": "inside the texts", "answers": "of the probes' answers", "following": "of what follows a text"}
 
 app = typer.Typer(help="Look at calibrated profiles.")
 
@@ -32,11 +33,12 @@ def show(
     tokens: ShareTokensOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what each KV head keeps, how it reads, what it is worth, and the losses.
+    """Print what was measured at each kept share and what was chosen, or the budgets of the paper's rule.
 
-    Candidates count from 0, the sparsest, in the table as in JSON; the last one is dense and keeps every token.
+    Budgets: candidates count from 0, the sparsest, in the table as in JSON; the last one is dense and keeps every
+    token.
 
-    Example: [bold]tca-jax profile show my-profile --tokens 32768[/]
+    Example: [bold]tca-jax profile show my-profile[/]
     """
     from tca_jax.calibration.profile import Profile
 
@@ -54,28 +56,98 @@ def profile_folder(directory: str) -> Path:
     return shipped_profile() if name == "shipped" else shipped_profile(name)
 
 
-def print_profile(profile: Profile, folder: Path, tokens: int | None, as_json: bool) -> None:
-    """Prints tables or JSON of a profile; shares are for the longest calibration text where `tokens` is None."""
+def print_profile(profile: Profile | WorthProfile, folder: Path, tokens: int | None, as_json: bool) -> None:
+    """Prints tables or JSON of a profile.
+
+    Shares of budgets are for the longest calibration text where `tokens` is None; predicted worth takes no `tokens`.
+    """
+    from tca_jax.calibration.worth_profile import WorthProfile
+
+    if isinstance(profile, WorthProfile):
+        require(tokens is None, "--tokens goes with budgets of the paper's rule, not with predicted worth")
+        _print_worth(profile, folder, as_json)
+        return
     lengths = [source["tokens"] for source in profile.sources]
     tokens = tokens or max(lengths, default=131072)
-    kept, prefill = profile.kept_share(tokens), profile.prefill_kept_share(tokens)
+    kept = profile.kept_share(tokens)
     if as_json:
-        print_json(_record(profile, folder, tokens, kept, prefill))
+        print_json(_record(profile, folder, tokens, kept))
         return
     print(f"{profile.model_name}: share of tokens / candidate of each KV head at {tokens:,} tokens")
     print(f"Candidates: 0 is the sparsest, {profile.config.num_candidates} is dense and keeps every token")
-    print("Kept in the cache, for the tokens that follow a prompt:")
     _print_tables(profile.candidates.astype(str), kept)
-    if not np.array_equal(kept, prefill):
-        print("Attended to in prefill (b: reads blocks, d: reads dense):")
-        candidates, initials = profile.prefill_candidates.astype(str), profile.readings.astype("U1")
-        _print_tables(np.where(profile.readings == "sparse", candidates, initials), prefill)
-    print(f"Mean kept share: {kept.mean():.1%} in the cache, {prefill.mean():.1%} in prefill")
+    print(f"Mean kept share: {kept.mean():.1%}")
     print(f"Calibrated on {of_texts(lengths)}" if lengths else "Not calibrated on any text")
-    for line in (*_readings(profile), *_losses(profile), *_worths(profile), *_probes(profile)):
-        print(line)
     print(f"Settings: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(profile.config).items())}")
     print(f"Profile: {folder}")
+
+
+def _print_worth(profile: WorthProfile, folder: Path, as_json: bool) -> None:
+    """Tables of what was measured, and what was chosen by it."""
+    tables: dict[str, Any] = {"kept_table": profile.kept_table, "reading_table": profile.reading_table}
+    reasons = {"kept": _why_kept(profile), "selected": _why_selected(profile)}
+    if as_json:
+        names = {"model": "model_name", **{name: name for name in ("library_version", "kept", "selected", "sources")}}
+        record = {"directory": str(folder), "rule": "worth"}
+        record |= {name: getattr(profile, field) for name, field in names.items()}
+        print_json(record | {"reasons": reasons} | {name: _numbers(table) for name, table in tables.items()})
+        return
+    layers, heads = profile.maps.maps.shape[:2]
+    print(f"{profile.model_name}: predicted worth, {layers} layers of {heads} KV heads")
+    titles = {
+        "kept_table": "Behind texts, of what full attention knows, and loss over full attention's",
+        "reading_table": "Inside texts, loss over full attention's: plain in percent, copies and facts in nats",
+    }
+    for name, title in titles.items():
+        if tables[name]:
+            _print_table(title, tables[name], profile.kept if name == "kept_table" else profile.selected)
+    for name, reason in reasons.items():
+        print(f"{name} = {getattr(profile, name):g}: {reason}")
+    lengths = [source["tokens"] for source in profile.sources]
+    print(f"Calibrated on {of_texts(lengths)}" if lengths else "Not calibrated on any text")
+    print(f"Profile: {folder}")
+
+
+def _why_kept(profile: WorthProfile) -> str:
+    from tca_jax.calibration.worth_profile import LEAST_KNOWN, MOST_FOLLOWING, chosen_kept, holds
+
+    if not profile.kept_table or profile.kept != chosen_kept(profile.kept_table):
+        return "as it was asked for"
+    rule = f"holds {LEAST_KNOWN:.0%} of the facts, and the following text's loss within {MOST_FOLLOWING:.0%}"
+    smallest = any(map(holds, profile.kept_table))
+    return f"the smallest measured share that {rule}" if smallest else f"the largest measured share; none {rule}"
+
+
+def _why_selected(profile: WorthProfile) -> str:
+    from tca_jax.calibration.worth_profile import MOST_NATS, chosen_selected
+
+    if not profile.reading_table or profile.selected != chosen_selected(profile.reading_table):
+        return "as it was asked for"
+    return f"copies and facts inside a text within {MOST_NATS} nats of full attention, or the largest measured share"
+
+
+def _print_table(title: str, rows: Sequence[Mapping[str, float]], chosen: float) -> None:
+    """Rows of a table of measurements; the chosen one in bold."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [_cell(name, value) for name, value in row.items()]
+        table.add_row(*cells, style="bold" if next(iter(row.values())) == chosen else None)
+    Console().print(table)
+
+
+def _cell(name: str, value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    if name in ("copy", "fact"):
+        return f"{value:+.2f}"
+    return f"{value:+.1%}" if name in ("following", "plain") else f"{value:.1%}"
+
+
+def _numbers(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float | None]]:
+    """Rows with None where nothing was measured: JSON has no NaN."""
+    return [{name: None if math.isnan(value) else value for name, value in row.items()} for row in rows]
 
 
 def of_texts(lengths: list[int]) -> str:
@@ -85,10 +157,11 @@ def of_texts(lengths: list[int]) -> str:
     return f"{len(lengths)} text{'s'[: len(lengths) > 1]} of {tokens} tokens"
 
 
-def _record(profile: Profile, folder: Path, tokens: int, kept: np.ndarray, prefill: np.ndarray) -> dict[str, Any]:
-    """The tables as JSON values."""
+def _record(profile: Profile, folder: Path, tokens: int, kept: np.ndarray) -> dict[str, Any]:
+    """The budgets as JSON values."""
     return {
         "directory": str(folder),
+        "rule": "paper",
         "model": profile.model_name,
         "library_version": profile.library_version,
         "config": dataclasses.asdict(profile.config),
@@ -97,83 +170,8 @@ def _record(profile: Profile, folder: Path, tokens: int, kept: np.ndarray, prefi
         "dense_candidate": profile.config.num_candidates,
         "kept_share": kept.tolist(),
         "mean_kept_share": float(kept.mean()),
-        "prefill_candidates": profile.prefill_candidates.tolist(),
-        "prefill_kept_share": prefill.tolist(),
-        "mean_prefill_kept_share": float(prefill.mean()),
-        "readings": profile.readings.tolist(),
-        "reading_worth": _numbers(profile.reading_worth),
-        "keeping_worth": _numbers(profile.keeping_worth),
-        "losses": {name: {**losses, "won_back": _won_back(losses)} for name, losses in profile.losses.items()},
-        "probes": profile.probes,
         "sources": [dict(source) for source in profile.sources],
     }
-
-
-def _numbers(worth: np.ndarray) -> list[list[float | None]]:
-    """Nats, or None where not measured: JSON has no NaN."""
-    return [[None if np.isnan(each) else float(each) for each in of_layer] for of_layer in worth]
-
-
-def _readings(profile: Profile) -> list[str]:
-    """Heads of each reading other than sparse."""
-    lines = []
-    for reading in ("blocks", "dense"):
-        heads = list(map(tuple, np.argwhere(profile.readings == reading).tolist()))
-        if heads:
-            lines.append(f"Heads that read {reading}: {len(heads)} of {profile.readings.size} ({_named(heads)})")
-    return lines
-
-
-def _named(heads: Sequence[tuple[int, ...]]) -> str:
-    return ", ".join(f"layer {layer} head {head}" for layer, head in heads)
-
-
-def _losses(profile: Profile) -> list[str]:
-    """Losses of both searches, a line for each."""
-    lines = []
-    for name, words in _LOSSES.items():
-        if (losses := profile.losses.get(name)) is not None:
-            full, row0, chosen = (f"{losses[end]:.4f}" for end in ("full", "row0", "chosen"))
-            back = "" if (share := _won_back(losses)) is None else f", {share:.0%} of the gap won back"
-            lines.append(f"Loss {words}: {full} full attention, {row0} candidate 0, {chosen} chosen{back}")
-    return lines
-
-
-def _won_back(losses: Mapping[str, float]) -> float | None:
-    """Share of candidate 0's excess loss that the choice avoids; None if there is no excess."""
-    gap = losses["row0"] - losses["full"]
-    return (losses["row0"] - losses["chosen"]) / gap if gap > 0 else None
-
-
-def _worths(profile: Profile) -> list[str]:
-    """The heads of the highest worth in each search."""
-    lines = []
-    for worth, words in ((profile.reading_worth, "reading blocks"), (profile.keeping_worth, "keeping everything")):
-        best = np.argsort(-worth, axis=None, kind="stable")[:_NAMED_HEADS]
-        heads = map(tuple, np.transpose(np.unravel_index(best, worth.shape)).tolist())
-        if named := ", ".join(f"{nats(float(worth[head]))} ({_named([head])})" for head in heads if worth[head] > 0):
-            lines.append(f"Highest worth of {words}, in nats: {named}")
-    return lines
-
-
-def nats(value: float) -> str:
-    """A worth in two digits, without an exponent where it is 100 or more."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
-
-
-def _probes(profile: Profile) -> list[str]:
-    """Counted answers by kind of probe, and the bounds."""
-    if (probes := profile.probes) is None or not probes["counted"]:
-        return ["Probes: none"]
-    lines = [f"Probes, {kind}: {_informative(count)}" for kind, count in probes["counted"].items()]
-    bounds = [f"{name} at most {probes[name]:.1%}" for name in ("kept", "attended") if probes[name] is not None]
-    return lines + ([f"Bounds: {', '.join(bounds)}"] if bounds else [])
-
-
-def _informative(count: int) -> str:
-    if not count:
-        return "not informative: the smallest budget loses fewer than 5 of the answers that full attention knows"
-    return f"the smallest budget loses {count:,} answer{'s'[: count > 1]} that full attention knows"
 
 
 def _print_tables(candidates: np.ndarray, shares: np.ndarray) -> None:

@@ -33,7 +33,7 @@ from tca_jax.engine.mesh import (
 )
 from tca_jax.engine.pages import Rows
 from tca_jax.errors import UserError
-from tca_jax.methods.base import Attended, CachePolicy, Heads, Method, last_queries, selection_for_prefill
+from tca_jax.methods.base import Attended, CachePolicy, Heads, Method, last_queries
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Regions
@@ -269,7 +269,7 @@ def attend_selected(
             kept = layout.regions(layer if isinstance(layer, int) else None).fill(
                 selection, k, v, block_size=layout.block_size, backend=backend
             )
-        readable = selection_for_prefill(method, layer, heads, selection, kept, k, v, backend)
+        readable = kept if method.prefill_reads_cache else None
     attended = method.prefill.attend(layer, heads, q, k, v, lengths, readable, backend)
     return attended, _Written(None if kept is None else kept.pool)
 

@@ -184,13 +184,6 @@ class CachePolicy(abc.ABC):
         """
         return 0
 
-    def prefill_capacities(self, layer: int, prompt_tokens: int) -> PerHead | None:
-        """Most tokens of the ranked blocks that the prompt's own queries attend to; static.
-
-        None, the default: they attend to all that is kept, and `select` names no `prefill_budgets`.
-        """
-        return None
-
     @abc.abstractmethod
     def select(
         self,
@@ -324,17 +317,9 @@ class PrefillPolicy(abc.ABC):
     def reads(self, cache: CachePolicy) -> bool:
         """Whether queries attend to exactly what `cache` selects for them: its window and its selection left of that.
 
-        Then the selection is made once, and the last layer of a prefill computes its last query alone, where
-        `answers_from_cache`.
+        Then the selection is made once, and the last layer of a prefill computes its last query alone.
         """
         return False
-
-    def answers_from_cache(self, layer: int) -> bool:
-        """Whether in a layer the last query of a prompt finds in the cache all that it attends to.
-
-        Asked of a policy that `reads` the cache: false where some heads of the layer attend to more than is selected.
-        """
-        return True
 
     def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> PrefillPolicy:
         """As `CachePolicy.for_model`."""
@@ -418,50 +403,16 @@ def last_queries(q: Float[Array, "B L Hq d"], lengths: Int[Array, " B"], count: 
     return jnp.take_along_axis(q, positions[:, :, None, None], axis=1)
 
 
-def selection_for_prefill(
-    method: Method,
-    layer: Layer,
-    heads: Heads,
-    selection: Selection,
-    kept: Selected,
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
-    backend: Backend,
-) -> Selected | None:
-    """What a method's prefill policy is given to attend to.
-
-    Args:
-        method: The method.
-        layer: The layer.
-        heads: Its KV heads.
-        selection: What its cache policy selects.
-        kept: The same as it lies in the cache.
-        k: Prompt keys `[B, L, Hkv, d]`; `v` the values.
-        backend: Kernel backend.
-
-    Returns:
-        `kept` where prompt queries attend to all of it; a compact buffer for this layer where they attend to less;
-        None where the prefill policy does not read what the cache policy selects.
-    """
-    if not method.prefill_reads_cache:
-        return None
-    if selection.prefill_budgets is None:
-        return kept
-    return compact(method.cache, layer, heads, selection, k, v, backend)
-
-
 def compact(
     policy: CachePolicy, layer: Layer, heads: Heads, selection: Selection, k: Array, v: Array, backend: Backend
 ) -> Selected:
     """What a prompt's queries attend to left of their windows, in a pool of its own that lives for this layer."""
     batch, tokens, kv_heads, _ = k.shape
     if isinstance(layer, int):
-        name, capacities = "prefill_capacities", policy.prefill_capacities(layer, tokens)
-        if capacities is None:
-            name, capacities = "capacities", policy.capacities(layer, tokens)
-        source = f"{type(policy).__name__}.{name}({layer}, {tokens})"
-        regions = Regions.plan(batch, heads.widest(per_head(capacities, heads.of_model, source)), policy.block_size)
+        source = f"{type(policy).__name__}.capacities({layer}, {tokens})"
+        capacities = per_head(policy.capacities(layer, tokens), heads.of_model, source)
+        regions = Regions.plan(batch, heads.widest(capacities), policy.block_size)
     else:
         regions = Regions.plan(batch, [tokens] * kv_heads, policy.block_size)
     with jax.named_scope("select"):
-        return regions.fill(selection.for_prefill, k, v, block_size=policy.block_size, backend=backend)
+        return regions.fill(selection, k, v, block_size=policy.block_size, backend=backend)

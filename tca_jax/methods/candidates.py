@@ -99,7 +99,7 @@ def eviction_budgets(config: TCAConfig) -> Int32[np.ndarray, " M1"]:
 
 
 @functools.lru_cache(maxsize=4096)
-def region_capacity(config: TCAConfig, candidate: int, max_blocks: int, prefill_candidate: int | None = None) -> int:
+def region_capacity(config: TCAConfig, candidate: int, max_blocks: int) -> int:
     """Most tokens that a head selects from a prompt of at most `max_blocks` ranked blocks, its reserve included.
 
     The maximum over all n, not the value at `max_blocks`: largest remainder is not monotone in n.
@@ -108,20 +108,15 @@ def region_capacity(config: TCAConfig, candidate: int, max_blocks: int, prefill_
         config: The method's hyperparameters.
         candidate: The head's row of `candidate_budgets`.
         max_blocks: Most ranked blocks.
-        prefill_candidate: A second row of the head; of every block it keeps the larger of the two budgets.
     """
-    rows = [candidate] if prefill_candidate is None else [candidate, prefill_candidate]
-    at_most = np.cumsum(budget_count_table(config, max_blocks)[:, rows], axis=-1).min(axis=1)  # [N, K]
+    at_most = np.cumsum(budget_count_table(config, max_blocks)[:, candidate], axis=-1)  # [N, K]
     return int(_most_selected(config, at_most, np.arange(max_blocks + 1)).max())
 
 
 def kept_share(
-    config: TCAConfig,
-    tokens: int,
-    candidates: Int32[np.ndarray, "*heads"],
-    prefill_candidates: Int32[np.ndarray, "*heads"],
+    config: TCAConfig, tokens: int, candidates: Int32[np.ndarray, "*heads"]
 ) -> Float64[np.ndarray, "*heads"]:
-    """Share of a full cache's tokens that a prompt leaves in the cache of heads with two rows each, at most.
+    """Share of a full cache's tokens that a prompt leaves in the cache of each head, at most.
 
     Kept are what a head selects, as `region_capacity` counts it for one number of blocks, and every token right of the
     ranked blocks.
@@ -130,11 +125,10 @@ def kept_share(
         config: The method's hyperparameters.
         tokens: Length of the prompt, L.
         candidates: Rows of `candidate_budgets`, `[*heads]`.
-        prefill_candidates: Second rows of the heads; the same ones for heads that have one.
     """
     ranked = config.num_ranked_blocks(tokens)
     at_most = np.cumsum(budget_counts(config, ranked).astype(np.int64), axis=-1)
-    selected = _most_selected(config, np.minimum(at_most[candidates], at_most[prefill_candidates]), ranked)
+    selected = _most_selected(config, at_most[candidates], ranked)
     return (selected + tokens - ranked * config.block_size) / np.float64(tokens)
 
 
@@ -143,8 +137,7 @@ def _most_selected(config: TCAConfig, at_most: Int[np.ndarray, "*n K"], blocks: 
 
     Args:
         config: The method's hyperparameters.
-        at_most: Blocks of at most k tokens for every k. Budgets ascend with rank, so of two rows, of which a block
-            keeps the larger budget, these are the fewer of either.
+        at_most: Blocks of at most k tokens for every k.
         blocks: Ranked blocks.
     """
     kept = np.diff(at_most, axis=-1, prepend=0) @ budget_sizes(config) + config.reserve_tokens

@@ -12,7 +12,7 @@ from tca_jax.methods.base import Tokens, num_ranked_blocks
 
 Density = Literal["concentration", "paper", "random"]
 Index = Literal["hhi", "entropy"]
-Criterion = Literal["worth", "retained_mass", "column_mean"]
+Criterion = Literal["column_mean", "retained_mass"]
 
 _LARGEST = 2**31 - 1  # positions are 32-bit integers
 _MOST_CANDIDATES = 1024  # far more shapes than a block has budgets; tables grow with them
@@ -29,26 +29,24 @@ def _integer(value: Any) -> bool:
 #: What fields must be, checked in this order: the type first, then the range.
 _TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
-        ("block_size", "window", "num_candidates", "observation", "spread", "fetch", "fetch_stride"),
+        ("block_size", "window", "num_candidates", "observation", "spread"),
         _integer,
         "be an integer, at most 2^31 - 1",
     ),
     (("reserve",), lambda value: value is None or _integer(value), "be an integer, at most 2^31 - 1, or None"),
-    (("sigma", "alpha", "tau", "read_tolerance", "keep_tolerance"), is_finite_number, "be a finite number"),
+    (("sigma", "alpha", "tau"), is_finite_number, "be a finite number"),
     (("density",), get_args(Density).__contains__, f"be one of {list(get_args(Density))}"),
     (("index",), get_args(Index).__contains__, f"be one of {list(get_args(Index))}"),
     (("criterion",), get_args(Criterion).__contains__, f"be one of {list(get_args(Criterion))}"),
 )
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("block_size", "fetch_stride"), _is_power_of_two, "be a power of two, at least 1"),
+    (("block_size",), _is_power_of_two, "be a power of two, at least 1"),
     (("num_candidates",), lambda m: 2 <= m <= _MOST_CANDIDATES, f"lie in [2, {_MOST_CANDIDATES}]"),
     (("sigma",), lambda x: x > 0, "be positive"),
     (("alpha",), lambda x: 0 <= x <= 1, "lie in [0, 1]"),
     (("tau",), lambda x: 0 < x <= 1, "lie in (0, 1]"),
     (("reserve",), lambda r: r is None or r >= 0, "be at least 0, or None for window // 8"),
-    (("observation", "spread", "fetch"), lambda n: n >= 1, "be at least 1"),
-    (("read_tolerance",), lambda x: 0 <= x < 1, "lie in [0, 1)"),
-    (("keep_tolerance",), lambda x: x >= 0, "be at least 0"),
+    (("observation", "spread"), lambda n: n >= 1, "be at least 1"),
 )
 
 
@@ -64,18 +62,13 @@ class TCAConfig:
         alpha: Weight of the concentration index against the attention mass in the block density (Eq. 6).
         density: How blocks are ordered for budgeting: "concentration" (default), "paper" (Eq. 6) or "random".
         index: The concentration index: "hhi" (Herfindahl-Hirschman) or "entropy" (one minus the normalised entropy).
-        criterion: What calibration goes by: "worth", the loss that a head's missing tokens cost; or Algorithm 1 with a
-            score that is compared with `tau`, "retained_mass" (Theorem 1) or "column_mean" (Eq. 5).
+        criterion: Score of a candidate that Algorithm 1 compares with `tau`: "column_mean" (Eq. 5) or "retained_mass"
+            (Theorem 1).
         tau: Threshold of Algorithm 1 in (0, 1]; the sparsest candidate that reaches it is taken.
         reserve: Tokens that each KV head keeps beside its budgets, R, chosen from all ranked blocks at once; None for
             window // 8, 0 for none.
         observation: Last prompt queries that choose the reserve; fewer in shorter prompts.
         spread: Tokens over which an observed token's score spreads, itself and those that follow it.
-        fetch: Key blocks left of the window that a query tile of a head with the reading "blocks" attends to.
-        fetch_stride: Every so many queries of a tile, one estimates which blocks these are. A power of two.
-        read_tolerance: Loss inside a prompt that calibration allows over full attention's, as a share of what row 0 in
-            every head costs.
-        keep_tolerance: Share of the answers that full attention knows which calibration lets the cache lose.
         seed: Seed of the "random" density and of calibration's probes, in [0, 2^32).
 
     Raises:
@@ -92,15 +85,11 @@ class TCAConfig:
     alpha: float = 0.1
     density: Density = "concentration"
     index: Index = "hhi"
-    criterion: Criterion = "worth"
+    criterion: Criterion = "column_mean"
     tau: float = 0.9
     reserve: int | None = None
     observation: int = 64
     spread: int = 16
-    fetch: int = 8
-    fetch_stride: int = 16
-    read_tolerance: float = 0.1
-    keep_tolerance: float = 0.02
     seed: int = 0
 
     def __post_init__(self) -> None:

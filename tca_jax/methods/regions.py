@@ -25,13 +25,10 @@ class Selection(NamedTuple):
         scores: float32 `[B, Hkv, L]`; ties go to the lower position.
         budgets: Tokens to keep of every block, int32 `[B, Hkv, L // b]`, 0 for blocks that are not ranked. Data, not
             shape: they may depend on the prompt, within the capacities that the policy has named.
-        prefill_budgets: Tokens of every block that the prompt's own queries attend to, at most `budgets`; None: the
-            same tokens.
     """
 
     scores: Float32[Array, "B Hkv L"]
     budgets: Int[Array, "B Hkv nb"]
-    prefill_budgets: Int[Array, "B Hkv nb"] | None = None
 
     @classmethod
     def of_block(cls, attention: Float32[Array, "B Hkv G b"], budget: int) -> Selection:
@@ -39,11 +36,6 @@ class Selection(NamedTuple):
         batch, kv_heads, _, tokens = attention.shape
         budgets = jnp.full((batch, kv_heads, 1), budget, jnp.int32)
         return cls(jnp.zeros((batch, kv_heads, tokens), jnp.float32), budgets)
-
-    @property
-    def for_prefill(self) -> Selection:
-        """What the prompt's own queries attend to."""
-        return self if self.prefill_budgets is None else Selection(self.scores, self.prefill_budgets)
 
 
 class Selected(NamedTuple):

@@ -128,18 +128,17 @@ def with_known(name: str, known: Mapping[str, Any], options: Mapping[str, Any]) 
     return filled if "+" in name else filled[name]
 
 
-def configured(config: Configuration, candidates: Any, **options: Any) -> Method:
+def configured(config: Configuration, candidates: Any) -> Method:
     """The method of a configuration under calibrated budgets, as a profile holds both.
 
     Args:
         config: Hyperparameters, which name their method.
         candidates: What calibration chose for each KV head's cache, integers `[layers, H_kv]`.
-        **options: What else it chose: `prefill_candidates`, rows of the prompt's own queries, and `readings`.
 
     Raises:
-        ValueError: a candidate is not allowed, or the method takes no such option.
+        ValueError: a candidate is not allowed.
     """
-    return get(config.method_name, candidates=candidates, config=config, **options)
+    return get(config.method_name, candidates=candidates, config=config)
 
 
 def _parts(name: str, options: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

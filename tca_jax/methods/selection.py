@@ -154,7 +154,6 @@ def select_by_candidates(
     config: TCAConfig,
     backend: Backend = "auto",
     *,
-    prefill_candidates: Int[Array, " Hkv"] | None = None,
     heads: Int[Array, " Hkv"] | None = None,
 ) -> Selection:
     """Scores a prompt's tokens once and deals each head's budgets out to its blocks.
@@ -166,17 +165,11 @@ def select_by_candidates(
         lengths: Prompt lengths [B]; may be traced.
         config: The method's hyperparameters.
         backend: Kernel backend.
-        prefill_candidates: Rows of what the prompt's own queries attend to [Hkv]. A block then keeps the larger of its
-            two budgets, so that these tokens are always among those that are kept. None: the same tokens.
         heads: As for `block_density`.
     """
     scores = score_prompt(q_last, k, lengths, config, backend)
     with jax.named_scope("select"):
-        budgets = row_budgets(scores, candidates, lengths, config, heads)
-        if prefill_candidates is None:
-            return Selection(scores.ranking, budgets)
-        prefill_budgets = row_budgets(scores, prefill_candidates, lengths, config, heads)
-        return Selection(scores.ranking, jnp.maximum(budgets, prefill_budgets), prefill_budgets)
+        return Selection(scores.ranking, row_budgets(scores, candidates, lengths, config, heads))
 
 
 def head_budgets(

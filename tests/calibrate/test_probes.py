@@ -1,47 +1,20 @@
-"""Probes behind texts: the text's own end, hidden facts, copies, questions and answers; and what is refused."""
+"""Probes behind texts: the text's own end, hidden facts, copies."""
 
 import dataclasses
 import itertools
 
 import numpy as np
 import pytest
-from cases import unchecked
 from tiny import CONFIG as TINY
 from transformers import AutoTokenizer
 
 from tca_jax.calibration.facts import draw_facts
-from tca_jax.calibration.probes import FOLLOWING, probed_texts
+from tca_jax.calibration.probes import FOLLOWING, _encode_asked, probed_texts
 from tca_jax.loading import checkpoint_folder
-from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.base import num_ranked_blocks
 
-CONFIG = TCAConfig(block_size=8, window=16)
-REACH = CONFIG.window + CONFIG.block_size
-PAIRS = [("Who?", "She."), (b"When?", "Now.")]
-
-
-class Tokenizer:
-    """A character is a token; 1 begins a text."""
-
-    bos_token = "^"
-    chat_template = None
-
-    def __call__(self, text, verbose=True, add_special_tokens=True):
-        assert not verbose
-        return {"input_ids": [1] * add_special_tokens + [ord(char) for char in text]}
-
-    def decode(self, ids):
-        return text_of(ids)
-
-
-class ChatTokenizer(Tokenizer):
-    chat_template = "there is one"
-
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
-        assert not tokenize
-        if any("refused" in message["content"] for message in messages):
-            raise RuntimeError("not\nthis")
-        turns = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return f"^{turns}{'<assistant>' * add_generation_prompt}"
+SIZES = {"block_size": 8, "window": 16}
+REACH = 24
 
 
 @dataclasses.dataclass
@@ -93,10 +66,9 @@ def counted(segment):
     ]
 
 
-@pytest.mark.parametrize("probes", ["copy", None, [[([5], [6])]]])
 @pytest.mark.parametrize("length", [REACH, REACH + 1, 100, REACH + FOLLOWING, 1000])
-def test_the_last_tokens_are_a_probe(length, probes):
-    (text,) = probed_texts(Encoder(), [distinct(length)], probes, CONFIG)
+def test_the_last_tokens_are_a_probe(length):
+    (text,) = probed_texts(Encoder(), [distinct(length)], **SIZES)
     assert len(text.ids) == max(REACH, length - FOLLOWING)
     ends = of_kind(text, "follow")
     assert len(ends) == (length > REACH)
@@ -106,9 +78,9 @@ def test_the_last_tokens_are_a_probe(length, probes):
 
 
 def test_copies_are_four_passages():
-    (text,) = probed_texts(Encoder(), [list(range(900))], None, dataclasses.replace(CONFIG, seed=5))  # no tokenizer
+    (text,) = probed_texts(Encoder(), [list(range(900))], **SIZES)  # no tokenizer
     assert [segment.kind for segment in text.segments] == ["follow", *["copy"] * 4]
-    ranked, copies = CONFIG.num_ranked_blocks(len(text.ids)) * 8, of_kind(text, "copy")
+    ranked, copies = num_ranked_blocks(len(text.ids), **SIZES) * 8, of_kind(text, "copy")
     for copy in copies:
         np.testing.assert_array_equal(copy.ids, copy.ids[0] + np.arange(128))
         assert copy.ids[-1] < ranked
@@ -116,16 +88,17 @@ def test_copies_are_four_passages():
     assert sorted(copy.ids[0] // (ranked // 4) for copy in copies) == list(range(4))  # one in each quarter
 
 
-@pytest.mark.parametrize("probes", ["copy", "facts", None])
 @pytest.mark.parametrize("room", [0, 10, 60, 100, 200, 3000])
 @pytest.mark.parametrize("length", [0, 1, 40, 300, 3000])
-def test_texts_lose_first_tokens_for_their_probes(length, room, probes):
+def test_texts_lose_first_tokens_for_their_probes(length, room):
     ids, most = lines(REACH + min(length, room)), REACH + room
-    (text,) = probed_texts(Encoder(most, shipped_tokenizer()), [ids], probes, CONFIG)
+    (text,) = probed_texts(Encoder(most, shipped_tokenizer()), [ids], **SIZES)
     assert REACH <= len(text.ids) <= len(ids)
     assert text.ids[0] == ids[0]
     assert all(len(text.ids) + len(segment.ids) <= most for segment in text.segments)
-    assert text.ids[-CONFIG.window :] == tuple(ids[: REACH + max(0, len(ids) - REACH - FOLLOWING)][-CONFIG.window :])
+    assert text.ids[-SIZES["window"] :] == tuple(
+        ids[: REACH + max(0, len(ids) - REACH - FOLLOWING)][-SIZES["window"] :]
+    )
     assert all(any(segment.answers) for segment in text.segments)
 
 
@@ -133,10 +106,10 @@ def test_texts_lose_first_tokens_for_their_probes(length, room, probes):
 def test_facts_are_lines_whose_values_count(chat):
     tokenizer = shipped_tokenizer(**({} if chat else {"chat_template": None}))
     ids = lines(20_000)
-    (text,) = probed_texts(Encoder(32_768, tokenizer), [ids], "facts", CONFIG)
+    (text,) = probed_texts(Encoder(32_768, tokenizer), [ids], **SIZES)
     assert len(text.ids) == len(ids) - FOLLOWING
     decoded = tokenizer.decode(text.ids)
-    ranked = decoded[: CONFIG.num_ranked_blocks(len(text.ids)) * 8]
+    ranked = decoded[: num_ranked_blocks(len(text.ids), **SIZES) * 8]
     asked = of_kind(text, "facts")
     facts = draw_facts(np.random.default_rng([0, 0, 1]))
     assert len(asked) == len(facts) == 14
@@ -160,27 +133,12 @@ def test_facts_are_lines_whose_values_count(chat):
 @pytest.mark.parametrize("length", [300, 1000, 3000, 8000])
 def test_facts_take_a_tenth_at_most(length):
     tokenizer = shipped_tokenizer()
-    (text,) = probed_texts(Encoder(32_768, tokenizer), [lines(length)], "facts", CONFIG)
+    (text,) = probed_texts(Encoder(32_768, tokenizer), [lines(length)], **SIZES)
     decoded = tokenizer.decode(text.ids)
     hidden = [f.lines for f in draw_facts(np.random.default_rng([0, 0, 1])) if f.values[0] in decoded]
     assert len(hidden) == len(of_kind(text, "facts")) <= 14
     assert sum(len(line) + 1 for lines in hidden for line in lines) <= len(text.ids) / 10
     assert bool(hidden) == (length >= 1000)
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "rendered"),
-    [
-        (Tokenizer(), ["\nWho? She.", "\nWhen? Now."]),
-        (ChatTokenizer(), ["<user>Who?<assistant>She.", "<user>When?<assistant>Now."]),
-    ],
-)
-def test_pairs_are_lines_or_turns(tokenizer, rendered):
-    (text,) = probed_texts(Encoder(tokenizer=tokenizer), [distinct(100)], [PAIRS], CONFIG)
-    assert [segment.kind for segment in text.segments] == ["follow", "pairs", "pairs"]
-    assert [text_of(pair.ids) for pair in of_kind(text, "pairs")] == rendered
-    # These tokenizers do not say which characters a token is made of.
-    assert all(all(pair.answers) for pair in of_kind(text, "pairs"))
 
 
 # A template that strips, one that announces what it then leaves out, one that writes more, one that rewrites.
@@ -196,7 +154,7 @@ REWRITES = "{% for m in messages %}{{ m.content | upper }};{% endfor %}"
         (..., "She.", "She."),
         (..., "e", "e"),  # the question, the roles and what ends a turn have it too
         (None, "She.", " She."),
-        (STRIPS, " S\n", "S"),
+        (STRIPS, "S", "S"),
         (ANNOUNCES, "S", "S"),
         (WRITES_MORE, "S", "S"),
         (REWRITES, "She.", "WHO? HE?;SHE.;"),
@@ -204,30 +162,5 @@ REWRITES = "{% for m in messages %}{{ m.content | upper }};{% endfor %}"
 )
 def test_answer_tokens_count_alone(template, answer, expected):
     tokenizer = shipped_tokenizer(**({} if template is ... else {"chat_template": template}))
-    (text,) = probed_texts(Encoder(tokenizer=tokenizer), [list(range(65, 165))], [[("Who? He?", answer)]], CONFIG)
-    (pair,) = of_kind(text, "pairs")
-    assert "".join(tokenizer.decode(run) for run in counted(pair)).strip() == expected.strip()
-
-
-FORMS = r"probes = .*: must be 'facts', 'copy', a list of these, a list of \(question, answer\) pairs for each text"
-PAIRED = r": must be a list of \(question, answer\) pairs, at least one, all text or all token ids, none empty"
-
-
-@pytest.mark.parametrize(
-    ("probes", "message"),
-    [
-        *((probes, FORMS) for probes in ("copies", 7, b"copy", {"a": "b"}, ["copy", "text"], ["copy", [("q", "a")]])),
-        ([[("q", "a")]] * 2, r"probes has 2 lists of pairs: must have one for each of 1 texts"),
-        *(
-            ([pairs], r"probes\[0\]" + PAIRED)
-            for pairs in ([], ("q", "a"), [("q", "a", "b")], b"qa", [("q", [1, 2])], [("q", "")], [([], [1])])
-        ),
-        ([[("q", b"\xff")]], r"probes\[0\]\[0\] is not valid UTF-8"),
-        ([[("q", "refused")]], r"probes\[0\]: the chat template of tiny does not take .*: not this"),
-        ([[([1], [1000])]], r"probes\[0\]\[0\] \(answer\) holds token id 1000"),
-        ([[("q", "a"), ("q" * 4060, "a")]], r"24 tokens without its end, its longest pair 40..: model 'tiny' has 4096"),
-    ],
-)
-def test_wrong_probes_are_refused_by_name(probes, message):
-    with pytest.raises(ValueError, match=message):
-        unchecked(probed_texts)(Encoder(tokenizer=ChatTokenizer()), [distinct(100)], probes, CONFIG)
+    segment = _encode_asked(Encoder(tokenizer=tokenizer), "Who? He?", answer, [answer])
+    assert "".join(tokenizer.decode(run) for run in counted(segment)).strip() == expected.strip()

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from profiles import CONFIG, make_profile
+from profiles import CONFIG, make_profile, make_worth_profile
 from tiny import CONFIG as TINY
 
 from tca_jax import methods
-from tca_jax.calibration.profile import Profile, head_gates
+from tca_jax.calibration.profile import Profile, options_of
+from tca_jax.loading import shipped_profile
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
+from tca_jax.persistence import load, save
 
 SAVED = Path(__file__).parent / "saved_profile_v3"  # as tca_jax 0.1.0 wrote it, of format 3
 
@@ -33,11 +35,6 @@ def model_config(num_layers=3, num_kv_heads=2):
         ("candidates", np.array([[0, 1], [2, 15], [0, 0]]), r"\[1, 1\] = 15: must lie in \[0, 14\]"),
         ("scores", np.zeros((3, 2, 14), np.float32), r": must be floats \[3, 2, 15\], got float32 \[3, 2, 14\]"),
         ("scores", np.full((3, 2, 15), 1.5), r"\[0, 0, 0\] = 1\.5: must lie in \[0, 1\]"),
-        ("prefill_candidates", np.zeros((2, 2), int), r": must be integers \[3, 2\], got int64 \[2, 2\]"),
-        ("prefill_candidates", np.full((3, 2), 14), r"\[0, 0\] = 14: must lie between 0 and the cache row"),
-        ("readings", np.full((3, 2), "far"), r"\[0, 0\] = far: must be one of \['sparse', 'blocks', 'dense'\]"),
-        ("readings", np.zeros((3, 2), int), r": must be strings \[3, 2\], got int64"),
-        ("keeping_worth", np.zeros(6), r": must be floats \[3, 2\], got float64 \[6\]"),
     ],
 )
 def test_a_wrong_field_is_named(field, value, message):
@@ -48,18 +45,11 @@ def test_a_wrong_field_is_named(field, value, message):
 def test_fields_have_defaults_and_stay():
     candidates = np.full((3, 2), 5)
     plain = Profile(candidates=candidates, scores=np.zeros((3, 2, 15)), config=CONFIG, fingerprint=None, model_name="m")
-    assert (plain.readings == "sparse").all()
-    for worth in (plain.reading_worth, plain.keeping_worth):
-        assert worth.dtype == np.float32
-        assert np.isnan(worth).all()
-    assert (plain.losses, plain.probes, plain.sources) == ({}, None, ())
+    assert plain.sources == ()
     candidates[0, 0] = 7
     assert (plain.candidates == 5).all()
-    assert (plain.prefill_candidates == 5).all()
     with pytest.raises(ValueError, match="read-only"):
         plain.candidates[0, 0] = 5
-    profile = make_profile(candidates=np.full((3, 2), 7), prefill_candidates=np.full((3, 2), 2))
-    np.testing.assert_array_equal(profile.prefill_candidates, np.where(profile.readings == "sparse", 2, 7))
 
 
 def test_a_profile_fits_its_model_alone():
@@ -81,41 +71,33 @@ def test_kept_share_counts_budgets_and_local_tokens(num_tokens):
     ranked = max(0, num_tokens // 8 - 16 // 8)
     budgets = np.asarray(candidate_budgets(CONFIG, ranked))
     local = len(range(ranked * 8, num_tokens))
-    share, prefill_share = profile.kept_share(num_tokens), profile.prefill_kept_share(num_tokens)
+    share = profile.kept_share(num_tokens)
     for at in np.ndindex(3, 2):
-        cache, prefill = budgets[profile.candidates[at]], budgets[profile.prefill_candidates[at]]
-        reading = profile.readings[at]
-        both = np.maximum(cache, prefill) if reading == "sparse" else cache
-        kept = min(both.sum() + CONFIG.reserve, ranked * 8) + local
+        kept = min(budgets[profile.candidates[at]].sum() + CONFIG.reserve, ranked * 8) + local
         assert share[at] == pytest.approx(kept / num_tokens, rel=1e-15)
-        read = {
-            "sparse": min(prefill.sum() + CONFIG.reserve, ranked * 8) + local,
-            "blocks": min(CONFIG.fetch, ranked) * 8 + local,
-            "dense": num_tokens,
-        }
-        assert prefill_share[at] == pytest.approx(read[reading] / num_tokens, rel=1e-15)
-    assert (profile.prefill_candidates < profile.candidates).any()
 
 
 # --- on disk --------------------------------------------------------------------------------------
 
 
-def test_a_profile_of_format_3_loads(tmp_path):
-    profile, rows = Profile.load(SAVED), np.arange(12, dtype=np.int32).reshape(4, 3) % 9
-    np.testing.assert_array_equal(profile.candidates, rows)
-    readings = [["sparse", "blocks", "dense"], ["sparse"] * 3, ["blocks"] * 3, ["dense", "sparse", "sparse"]]
-    assert profile.readings.tolist() == readings
-    np.testing.assert_array_equal(profile.prefill_candidates, np.where(profile.readings == "sparse", rows // 2, rows))
-    assert np.isnan(profile.scores[1, 2]).all()
-    assert profile.scores[3, 2, 8] == 1
-    assert profile.keeping_worth[3, 0] == 0
-    assert (profile.model_name, profile.fingerprint) == ("größer/模型", "0123456789abcdef" * 4)
-    assert profile.losses["inside"] == {"full": 0.1 + 0.2, "row0": 98.7654321, "chosen": 1 / 3}
-    assert profile.probes == {"counted": {"facts": 321, "copy": 0}, "kept": 0.3, "attended": 0.7}
-    assert (profile.config.index, profile.config.tau, profile.config.seed) == ("entropy", 0.85, 7)
-    assert profile.sources[1] == {"tokens": 3000, "sha256": "cd" * 32}
-    profile.save(tmp_path)
-    assert Profile.load(tmp_path) == profile
+def test_profiles_of_the_paper_of_format_3_load(tmp_path):
+    loaded = Profile.load(shipped_profile().with_name("profile-paper"))
+    assert (loaded.model_name, loaded.candidates.shape, loaded.scores.shape) == ("recall-tiny", (6, 4), (6, 4, 15))
+    assert (loaded.config.criterion, loaded.config.density) == ("column_mean", "paper")
+    loaded.save(tmp_path)
+    assert Profile.load(tmp_path) == loaded
+
+
+@pytest.mark.parametrize("change", ["criterion", "readings", "prefill_candidates"])
+def test_profiles_of_the_search_are_refused(tmp_path, change):
+    # As 0.1.0 wrote it, of format 3: some heads read blocks. The others as the search would have chosen.
+    _, metadata, arrays = load("profile", SAVED)
+    metadata["config"]["criterion"] = "worth" if change == "criterion" else "column_mean"
+    arrays = arrays if change == "readings" else {**arrays, "readings": np.zeros_like(arrays["readings"])}
+    arrays = arrays if change == "prefill_candidates" else {**arrays, "prefill_candidates": arrays["candidates"]}
+    save("profile", tmp_path, dict(arrays), metadata)
+    with pytest.raises(ValueError, match=r"profile_0 was made by the search of an older version: calibrate again \("):
+        Profile.load(tmp_path)
 
 
 def test_every_number_survives_a_round_trip(tmp_path, monkeypatch, caplog):
@@ -138,8 +120,9 @@ CHANGED = dataclasses.asdict(CONFIG)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format_version": 5}, r"format_version = 5: .* reads \[3, 4\]; upgrade tca_jax, or calibrate again"),
-        ({"format_version": 2}, r"format_version = 2: .* reads \[3, 4\]"),
+        ({"format_version": 7}, r"format_version = 7: .* reads \[3, 4, 5, 6\]; upgrade tca_jax, or calibrate again"),
+        ({"format_version": 2}, r"format_version = 2: .* reads \[3, 4, 5, 6\]"),
+        ({"format_version": 5}, r"damaged: "),
         ({"model_name": ...}, r"damaged: 'model_name'"),
         ({"config": None}, r"damaged: "),
         ({"config": CHANGED | {"window": 20}}, r"TCAConfig\.window = 20: must be .*multiple"),
@@ -158,14 +141,9 @@ def test_damaged_metadata_name_the_folder(tmp_path, fields, message):
     assert "\n" not in str(error.value)
 
 
-def test_head_gates_are_relative_worth():
-    config, worth = TCAConfig(), np.array([[0.5, -0.1], [2.0, 0.0]], np.float32)
-    profile = dataclasses.replace(Profile.uniform(config, 2, 2, 0), keeping_worth=worth)
-    gates = head_gates(profile)
-    np.testing.assert_array_equal(gates, np.array([[0.25, 0], [1, 0]], np.float32))
-    assert gates.dtype == np.float32
+def test_options_of_both_kinds():
+    profile, worth = make_profile(), make_worth_profile()
+    assert options_of(profile) == {"config": profile.config, "candidates": profile.candidates}
+    gates = options_of(worth)["gates"]
+    np.testing.assert_allclose(gates, worth.maps.head_weights / worth.maps.head_weights.max())
     methods.get("duoattention", gates=gates)
-    nothing = dataclasses.replace(profile, keeping_worth=np.zeros((2, 2), np.float32))
-    np.testing.assert_array_equal(head_gates(nothing), np.zeros((2, 2)))
-    with pytest.raises(ValueError, match=r"'uniform candidate 3' does not know what heads are worth: calibrate with"):
-        head_gates(Profile.uniform(config, 2, 2, 3))

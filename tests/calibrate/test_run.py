@@ -1,5 +1,5 @@
 """calibrate under Algorithm 1: scores of one full-attention pass, averaged over texts, in linear memory; and what every
-calibration takes and refuses. What heads are worth is in test_worth.py."""
+calibration takes and refuses. Predicted worth is in test_worth_profile.py."""
 
 import hashlib
 import inspect
@@ -103,9 +103,15 @@ def test_wrong_texts_are_refused_before_any_work(texts, message):
     assert calls == []
 
 
+@pytest.mark.parametrize(("name", "value"), [("count", 4), ("tokens", 100), ("kept", 0.5)])
+def test_options_of_predicted_worth_are_refused(lm, name, value):
+    with pytest.raises(ValueError, match=rf"{name} = {value}: goes with predicted worth; leave out config"):
+        calibrate(lm, random_ids(150), CONFIG, **{name: value})
+
+
 # --- scores of one layer ---------------------------------------------------------------------------
 
-RETAINED = TCAConfig(block_size=8, window=16, num_candidates=4)
+RETAINED = TCAConfig(block_size=8, window=16, num_candidates=4, criterion="retained_mass")
 COLUMN = TCAConfig(block_size=8, window=16, num_candidates=4, criterion="column_mean")
 LENGTHS = np.array([75, 40], np.int32)
 
