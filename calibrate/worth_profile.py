@@ -23,8 +23,8 @@ from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompt, encode_verbatim, is_single
 from tca_jax.engine.score import score, score_answers
 from tca_jax.errors import check_integer, explaining, is_finite_number, require
-from tca_jax.methods.base import Method
-from tca_jax.methods.worth import BLOCK, ReadSettings, WorthSettings, by_worth
+from tca_jax.methods.base import Method, num_ranked_blocks
+from tca_jax.methods.worth import BLOCK, WINDOW, ReadSettings, WorthSettings, by_worth
 from tca_jax.models.config import ModelConfig
 from tca_jax.persistence import save
 
@@ -89,6 +89,12 @@ class WorthProfile:
         return dataclasses.replace(
             self, kept=self.kept if kept is None else kept, selected=self.selected if selected is None else selected
         )
+
+    def kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
+        """About what each head keeps of `num_tokens` tokens like the calibration's, the window included."""
+        check_integer("num_tokens", num_tokens, at_least=1)
+        ranked = num_ranked_blocks(int(num_tokens), BLOCK, WINDOW) * BLOCK
+        return (_shares_at(self.maps.shares, self.kept) * ranked + num_tokens - ranked) / num_tokens
 
     def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None:
         """Checks that the profile belongs to a model; arguments and errors are those of `Profile.validate_for`."""

@@ -16,7 +16,7 @@ from tca_jax.engine.contexts import ContextStats, prefill
 from tca_jax.engine.generation import generate
 from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.errors import require, require_name
-from tca_jax.lab.equal_bytes import held_share, with_bytes
+from tca_jax.lab.equal_bytes import with_bytes
 from tca_jax.lab.models import find, models_folder
 from tca_jax.lab.plots import plot_selected_tokens
 from tca_jax.lab.recall import Document, Question, build_document, is_correct
@@ -136,9 +136,11 @@ def run_demo(
     full = checkpoint.load(progress=lambda done, total: report(f"loading {checkpoint.name}", done, total))
     profiles = Path(__file__).parent / "profiles" / model if model == SMOLLM2 else checkpoint.folder
     tca = full.with_profile(Profile.load(profiles / "profile"))
-    window = with_bytes(full, "streaming", held_share(tca, len(ids)), len(ids))
-    columns: dict[str, Column] = {}
-    for name, lm in zip(METHODS, (full, tca, window), strict=True):
+    window, columns = full, dict[str, Column]()
+    for name in METHODS:
+        if name == "window":
+            window = with_bytes(full, "streaming", columns["tca"].share, len(ids))
+        lm = {"full": full, "tca": tca, "window": window}[name]
         report(f"{name}: compiling, and reading {len(ids):,} tokens", None, None)
         context = prefill(lm, ids)
         columns[name] = column = Column(context.stats, [], [], [])

@@ -90,11 +90,10 @@ def density(scores, config):
     return np.array(out)
 
 
-def select(q_last, k, candidate, config, densities=None, prefill_candidate=None):
+def select(q_last, k, candidate, config, densities=None):
     """Global tokens of one KV head of one prompt, and how far the choice is from a tie.
 
-    Args: q_last [G, d] or [o, G, d], k [L, d]; densities replace the config's own (the library draws a random order);
-        with a prefill candidate a block keeps the larger of the two budgets.
+    Args: q_last [G, d] or [o, G, d], k [L, d]; densities replace the config's own (the library draws a random order).
     Returns: (bool [L], margin), the margin being the smallest relative gap that decided anything.
     """
     b, queries = config.block_size, q_last if q_last.ndim == 3 else q_last[None]
@@ -103,8 +102,6 @@ def select(q_last, k, candidate, config, densities=None, prefill_candidate=None)
         densities = density(scores, config)
     order, margin = np.argsort(densities, kind="stable"), np.inf
     budgets = psi(config, candidate, len(order))
-    if prefill_candidate is not None:
-        budgets = list(map(max, budgets, psi(config, prefill_candidate, len(order))))
     reserved = np.zeros(len(k), bool)
     if config.reserve_tokens and len(order):
         observed = observation_scores(queries[-config.observation :], k, config.spread)
@@ -153,7 +150,7 @@ def column_mass(q, k, config):
 def calibration_score(q, k, kept, config):
     """Score of one candidate of one KV head: q [L, G, d], k [L, d], kept [L]."""
     length, b = len(k), config.block_size
-    if config.criterion != "column_mean":  # "worth" is told by no layer's attention
+    if config.criterion != "column_mean":
         outside = [i for i in range(length) if (i // b) * b > config.window]
         gammas = [dropped_mass(q[:, g], k, kept, config)[outside] for g in range(q.shape[1])]
         return 1 - np.mean(gammas) if outside else 1.0

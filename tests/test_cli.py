@@ -11,26 +11,19 @@ import numpy as np
 import pytest
 import typer
 from commands import error, run
+from profiles import make_worth_profile
 from tiny import TCA, write_checkpoint
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.cli.app import app
 from tca_jax.cli.calibrate import _spread
+from tca_jax.engine.prompts import encode_prompt
 from tca_jax.errors import UserTypeError
 from tca_jax.loading import SHIPPED, shipped_profile
 
 SMALL = ["--window=16", "--block-size=8"]
-PAIR = '{"question": "q", "answer": "a", "text": 0}\n'
-BAD_PAIRS = [
-    (PAIR + "{", r"--probes bad0.jsonl, line 2 is not JSON: "),
-    ("[1]", r"--probes bad1.jsonl, line 1: must be an object with \"question\", \"answer\""),
-    (PAIR.replace("text", "file"), r"--probes bad2.jsonl, line 1: must be an object with"),
-    (PAIR.replace('"a"', '""'), r"--probes bad3.jsonl, line 1: question and answer must be strings that are not empty"),
-    (PAIR.replace("0", "2"), r"--probes bad4.jsonl, line 1: text = 2: must be an integer from 0 to 1"),
-    (PAIR, r"--probes bad5.jsonl has no pair for text 1: every text needs one"),
-]
-quiet = pytest.mark.filterwarnings("ignore:no probe is informative")
+quiet = pytest.mark.filterwarnings("ignore:'model' knows none", "ignore:no measured share")
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +33,6 @@ def work(tmp_path_factory):
     write_checkpoint(folder / "model")
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 6)
     (folder / "latin1.txt").write_bytes("déjà vu".encode("latin-1"))
-    for i, (lines, _) in enumerate(BAD_PAIRS):
-        (folder / f"bad{i}.jsonl").write_text(lines)
     Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
     Profile.uniform(TCA, 3, 2, 3).save(folder / "other")
     return folder
@@ -122,33 +113,31 @@ def test_generate_json_of_a_file_or_stdin():
 
 
 @quiet
-def test_calibrate_saves_the_profile_of_the_python_call(tmp_path):
-    config = [*SMALL, "--tau=0.4"]
-    Path("pairs.jsonl").write_text(
-        '{"question": "What?", "answer": "The dog.", "text": 1}\n\n'
-        '{"question": "Who?", "answer": "A fox.", "text": 0}\n'
-    )
-    options = ["--probes=pairs.jsonl", "--kept=0.9", *config]
-    result = run("calibrate", "model", "--text=text.txt", "--text=text.txt", "--out", tmp_path / "pairs", *options)
+def test_calibrate_saves_the_budgets_of_the_python_call(tmp_path):
+    options = ["--paper", *SMALL, "--tau=0.4", "--tokens=100", "--criterion=retained_mass"]
+    result = run("calibrate", "model", "--text=text.txt", "--out", tmp_path, *options)
     assert result.exit_code == 0, result.output
-    text, settings = Path("text.txt").read_text(), tca_jax.TCAConfig(block_size=8, window=16, tau=0.4)
-    pairs = [[("Who?", "A fox.")], [("What?", "The dog.")]]
-    expected = tca_jax.calibrate(tca_jax.load("model"), [text, text], settings, probes=pairs, kept=0.9)
-    assert Profile.load(tmp_path / "pairs") == expected
-    assert "at 270 tokens" in result.stdout
-    assert f"{expected.kept_share(270).mean():.1%}" in result.stdout
+    lm = tca_jax.load("model")
+    config = tca_jax.TCAConfig.paper(block_size=8, window=16, tau=0.4, criterion="retained_mass")
+    texts = _spread(encode_prompt(lm, Path("text.txt").read_text()), 100, 8)
+    expected = tca_jax.calibrate(lm, texts, config)
+    assert Profile.load(tmp_path) == expected
+    assert "at 100 tokens" in result.stdout
+    assert f"Mean kept share: {expected.kept_share(100).mean():.1%}" in result.stdout
 
 
+@pytest.mark.integration
 @quiet
-def test_calibrate_spreads_texts_over_a_file(tmp_path):
-    options = ["--max-tokens=100", "--read-tolerance=0.2", "--keep-tolerance=0.5", "--probes=copy", "--attended=0.9"]
-    result = run("calibrate", "model", "--text=text.txt", "--out", tmp_path, *SMALL, *options, "--json")
+def test_calibrate_fits_predicted_worth(tmp_path):
+    Path(tmp_path / "long.txt").write_text(Path("text.txt").read_text() * 5)
+    options = ["--count=2", "--tokens=512", "--kept=0.3", "--json"]
+    result = run("calibrate", "model", f"--text={tmp_path / 'long.txt'}", "--out", tmp_path / "new", *options)
+    assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    assert [source["tokens"] for source in record["sources"]] == [100, 100]
-    settings = [record["config"][name] for name in ("read_tolerance", "keep_tolerance", "criterion")]
-    assert settings == [0.2, 0.5, "worth"]
-    assert (record["probes"]["kept"], record["probes"]["attended"]) == (None, 0.9)
-    assert "calibrating on 2 texts" in result.stderr  # in a log, too
+    assert (record["rule"], record["kept"], record["reasons"]["kept"]) == ("worth", 0.3, "as it was asked for")
+    assert [source["tokens"] for source in record["sources"]] == [512, 512]
+    assert Profile.load(tmp_path / "new").kept == 0.3
+    assert "calibrating model: fitting maps" in result.stderr  # in a log, too
 
 
 @pytest.mark.parametrize(
@@ -168,36 +157,26 @@ def test_calibrate_in_python_shows_progress(capsys):
     lm, config = tca_jax.load("model"), tca_jax.TCAConfig(block_size=8, window=16)
     tca_jax.calibrate(lm, Path("text.txt").read_text(), config)
     assert capsys.readouterr().err.startswith("calibrating model\n")
-    tca_jax.calibrate(lm, Path("text.txt").read_text(), config, progress=lambda done, total: None)
+    tca_jax.calibrate(lm, Path("text.txt").read_text(), config, progress=lambda stage, done, total: None)
     assert capsys.readouterr().err == ""
 
 
-def test_profile_show_has_all_of_a_profile(tmp_path):
-    profile = dataclasses.replace(
-        Profile.uniform(TCA, 2, 2, 0),
-        candidates=np.array([[14, 0], [2, 0]]),
-        prefill_candidates=np.zeros((2, 2), int),
-        readings=np.array([["blocks", "sparse"], ["sparse", "dense"]]),
-        reading_worth=np.array([[250.4, 0.0], [0.0123, np.nan]]),
-        keeping_worth=np.full((2, 2), np.nan),
-        losses={"inside": {"full": 0.5, "row0": 0.75, "chosen": 0.5625}},
-        probes={"counted": {"facts": 200, "copy": 1, "pairs": 0}, "kept": 0.3, "attended": 0.25},
-    )
+def test_profile_show_has_all_of_predicted_worth(tmp_path):
+    profile = make_worth_profile()
     profile.save(tmp_path)
-    show = ["profile", "show", tmp_path, "--tokens=1000"]
-    lines = run(*show).stdout.splitlines()
-    assert {
-        "Heads that read blocks: 1 of 4 (layer 0 head 0)",
-        "Loss inside the texts: 0.5000 full attention, 0.7500 candidate 0, 0.5625 chosen, 75% of the gap won back",
-        "Highest worth of reading blocks, in nats: 250 (layer 0 head 0), 0.012 (layer 1 head 0)",
-        "Probes, copy: the smallest budget loses 1 answer that full attention knows",
-        "Bounds: kept at most 30.0%, attended at most 25.0%",
-    } <= set(lines)
-    record = json.loads(run(*show, "--json").stdout)
-    assert (record["readings"], record["probes"]) == (profile.readings.tolist(), profile.probes)
-    assert record["mean_prefill_kept_share"] == profile.prefill_kept_share(1000).mean()
-    assert record["reading_worth"][1] == [pytest.approx(0.0123), None]
-    assert record["losses"]["inside"] == {**profile.losses["inside"], "won_back": 0.75}
+    shown = run("profile", "show", tmp_path).stdout
+    assert "tiny: predicted worth, 2 layers of 2 KV heads" in shown
+    assert "kept = 0.25: the smallest measured share that holds 97% of the facts" in shown
+    assert re.search(r"25\.0% +98\.0% +- +\+0\.4%", shown)
+    assert re.search(r"10\.0% +30\.0% +\+1\.0% +\+0\.02 +-", shown)
+    record = json.loads(run("profile", "show", tmp_path, "--json").stdout)
+    assert (record["kept"], record["selected"], record["sources"]) == (0.25, 0.1, list(profile.sources))
+    assert record["kept_table"][1] == {"kept": 0.25, "facts": 0.98, "copies": None, "following": 0.004}
+    profile.with_kept(0.2, 0.05).save(tmp_path)
+    shown = run("profile", "show", tmp_path).stdout
+    assert "kept = 0.2: as it was asked for" in shown
+    assert "selected = 0.05: as it was asked for" in shown
+    assert error("profile", "show", tmp_path, "--tokens=9").startswith("--tokens goes with budgets of the paper's rule")
 
 
 @pytest.mark.parametrize("name", ["shipped", *SHIPPED])
@@ -205,7 +184,7 @@ def test_a_folder_precedes_a_shipped_profile(name, work, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for expected in (Profile.load(shipped_profile()), Profile.load(work / "profile")):
         shown = json.loads(run("profile", "show", name, "--json").stdout)
-        assert shown["candidates"] == expected.candidates.tolist()
+        assert (shown["model"], shown["library_version"]) == (expected.model_name, expected.library_version)
         Profile.load(work / "profile").save(name)
 
 
@@ -230,13 +209,21 @@ CALIBRATE = "calibrate model --text text.txt --out new"
         ("generat", r"No such command 'generat'. Did you mean 'generate'\?"),
         ("plot budgets profile --out /dev/full", r"/dev/full: No space left on device"),
         ("calibrate model --text latin1.txt --out new", r"--text latin1.txt is not UTF-8 text"),
-        (CALIBRATE, r"--text text.txt has 270 tokens: calibration needs 4224"),
-        (f"{CALIBRATE} --max-tokens 20", r"--text text.txt, cut to 20, has 20 tokens"),
-        (f"{CALIBRATE} --kept 2", r"--kept 2.0: must lie in \(0, 1\]"),
-        (f"{CALIBRATE} --paper --kept 0.5", r"--kept goes with criterion 'worth', not"),
-        (f"{CALIBRATE} --criterion retained_mass --probes facts", r"--probes goes with criterion 'worth', not"),
-        (f"{CALIBRATE} --probes none", r"--probes none: must be both, facts, copy, or a"),
-        *((f"{CALIBRATE} --text text.txt --probes bad{i}.jsonl", message) for i, (_, message) in enumerate(BAD_PAIRS)),
+        (f"{CALIBRATE} --paper", r"--text text.txt has 270 tokens: calibration needs 4224"),
+        (f"{CALIBRATE} --paper --tokens 20", r"--text text.txt, cut to 20, has 20 tokens"),
+        (f"{CALIBRATE} --paper --tau 2", r"--tau 2.0: must lie in \(0, 1\]"),
+        (f"{CALIBRATE} --paper --kept 0.5", r"--kept goes with predicted worth: leave out --paper"),
+        (CALIBRATE, r"texts have [\d,]+ tokens too few for 8 texts of [\d,]+: pass more text, or a lower count"),
+        (f"{CALIBRATE} --kept 2", r"--kept 2.0: must be in \(0, 1\]"),
+        (f"{CALIBRATE} --count 1", r"--count 1: must be"),
+        (f"{CALIBRATE} --tokens 100", r"--tokens 100: must be"),
+        (f"{CALIBRATE} --window 512", r"--window goes with --paper"),
+        (
+            "generate model --prompt x --profile profile --kept 0.5",
+            r"--kept 0.5: goes with a profile of predicted worth",
+        ),
+        ("generate model --prompt x --kept 0.5", r"--kept 0.5: goes with a profile of predicted worth"),
+        ("generate model --prompt x --profile profile --kept 2", r"--kept 2.0: must be in \(0, 1\]"),
         ("demo --tokens 100", r"--tokens 100: must lie in \[3000, "),
         ("demo --questions 0", r"--questions 0: must lie in \[1, "),
         ("demo --out text.txt", r"--out text.txt cannot be written: .*: Not a directory"),

@@ -1,15 +1,14 @@
 """`tca-jax chat`, and the options that it shares with `tca-jax generate`."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import re
 from pathlib import Path
 
 import commands
-import numpy as np
 import pytest
+from profiles import make_worth_profile
 from tiny import TCA, write_checkpoint
 
 import tca_jax
@@ -45,8 +44,8 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     write_checkpoint(folder / "model", chat_template=None)
     write_checkpoint(folder / "chat", chat_template=TEMPLATE)
-    worth = np.array([[1, 0.5], [0.8, 0.3]], np.float32)
-    dataclasses.replace(Profile.uniform(TCA, 2, 2, 3), keeping_worth=worth).save(folder / "profile")
+    Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
+    make_worth_profile().save(folder / "worth")
     (folder / "book.txt").write_text(TEXT)
     return folder
 
@@ -158,12 +157,13 @@ def test_a_stream_compiles_before_its_first_piece(lm, monkeypatch):
         (["--dtype=int8"], "--dtype int8: must be float32, bfloat16 or float16"),
         (["--mesh=2x"], "--mesh 2x: must be devices on 'data' x devices on 'model', such as 1x4"),
         (["--method=nosuch"], "--method nosuch: 'nosuch' is not registered: must be one of"),
-        (["--method=tca"], "--method tca: tca needs --profile, from tca-jax calibrate"),
+        (["--method=tca"], "--method tca: tca needs --profile, from tca-jax calibrate --paper"),
         (["--method=duoattention"], "duoattention needs --profile, from tca-jax calibrate, or gates=FILE.tsv"),
         (
             ["--method=streaming", "--profile=profile"],
-            "--method streaming takes nothing of a profile: leave out --prof",
+            "--method streaming takes nothing of a Profile: leave out --prof",
         ),
+        (["--method=tca", "--profile=worth"], "--method tca takes nothing of a WorthProfile: leave out --profile"),
         (["--method=streaming:window=100"], "--method streaming:window=100: window = 100: must be a positive multiple"),
         (["--system=x"], "has no chat template"),
         (["--kv=int8"], "--kv 'int8': must be one of ['fp8'], or None"),

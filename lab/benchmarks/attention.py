@@ -127,11 +127,11 @@ def main(
 ) -> None:
     """Time one layer's prefill attention, selection included, against full attention.
 
-    Example: [bold]tca-jax bench attention --lengths 32768 --block-shares 0.05:0.25[/]
+    Example: [bold]tca-jax bench attention --lengths 32768 --block-shares 0.25[/]
     """
     lengths, config = lengths or [2**14, 2**15, 2**16, 2**17], common.tca_config(window, reserve)
     models = shapes.find_configs(models, whole=False, default=("llama3.1-8b", "llama3.2-1b"))
-    shares = shares or ([] if methods else [shapes.Share(0.25, prefill=0.05), shapes.Share(0.155)])
+    shares = shares or ([] if methods else [shapes.Share(0.25), shapes.Share(0.155)])
     others = shapes.parse_methods(methods)
     common.check_lengths(lengths, config, out)
     backends = backend or [each for each in ("mosaic", "triton") if can_run(each)] or ["xla"]

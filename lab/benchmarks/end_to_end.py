@@ -171,7 +171,7 @@ def main(
     lengths, config = lengths or [2**17], common.tca_config(window)
     models = models or ["llama3.1-8b"]
     shapes.find_configs([each for each in models if each in shapes.CONFIGS] or None, whole=True, default=())
-    shares = shares or ([] if methods or profile else [shapes.Share(0.25, prefill=0.05)])
+    shares = shares or ([] if methods or profile else [shapes.Share(0.25)])
     others = shapes.parse_methods(methods)
     common.check_lengths(lengths, config, out)
     meshes: list[Mesh | None] = [parse_mesh(text, "--mesh") for text in mesh or ()] or [None]

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import typer
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
@@ -74,38 +73,28 @@ CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
 class Share:
     """Synthetic budgets of TCA, as after calibration: shares of the ranked blocks."""
 
-    cache: float  # mean share that the cache keeps: some heads keep everything, the others as much as prefill reads
-    prefill: float = 0.0  # share that prompt queries attend to: that of the nearest candidate
-    blocks: int = 0  # KV heads of the model with the reading "blocks"
+    cache: float  # mean share that the cache keeps: some heads keep everything, the others those of candidate 0
 
     @classmethod
     def parse(cls, text: str) -> Share:
-        """Parses "0.2", or "0.05:0.25" for prefill and cache; "+16" adds heads with the reading "blocks"."""
+        """Parses "0.2"."""
         try:
-            shares, _, blocks = str(text).partition("+")
-            cache, *prefill = reversed([float(share) for share in shares.split(":", 1)])
-            share = cls(cache, prefill[0] if prefill else 0.0, int(blocks or 0))
-        except (TypeError, ValueError):
-            raise typer.BadParameter(f"{text}: must be CACHE or PREFILL:CACHE, such as 0.05:0.25+16") from None
-        if not 0 <= share.prefill < cache < 1:
-            raise typer.BadParameter(f"{text}: must be between 0 and 1, prefill below cache")
+            share = cls(float(text))
+        except ValueError:
+            raise typer.BadParameter(f"{text}: must be a share, such as 0.25") from None
+        if not 0 < share.cache < 1:
+            raise typer.BadParameter(f"{text}: must be between 0 and 1")
         return share
 
     def __str__(self) -> str:
-        shares = f"{self.prefill:g}:{self.cache:g}" if self.prefill else f"{self.cache:g}"
-        return f"TCA {shares}" + (f"+{self.blocks}" if self.blocks else "")
+        return f"TCA {self.cache:g}"
 
     def method(self, config: TCAConfig, kv_heads: int, num_layers: int = 1) -> Method:
-        """TCA with these budgets; dense heads and those that read blocks are spread over the layers."""
+        """TCA with these budgets; dense heads are spread over the layers."""
         most, all_tokens = kv_heads * num_layers, config.num_candidates
-        require(self.blocks <= most, f"--block-shares +{self.blocks}: there are {most} KV heads")
         shares = candidate_distributions(config) @ budget_sizes(config) / config.block_size  # of candidates, [M + 1]
-        sparse = int(np.abs(shares - self.prefill).argmin())
-        dense = round(most * max(0.0, self.cache - shares[sparse]) / (1 - shares[sparse]))
-        candidates = _spread(dense, all_tokens, sparse, kv_heads, num_layers)
-        readings = _spread(self.blocks, "blocks", "sparse", kv_heads, num_layers)
-        prefill = ((sparse,) * kv_heads,) * num_layers
-        return methods.configured(config, candidates, prefill_candidates=prefill, readings=readings)
+        dense = round(most * max(0.0, self.cache - shares[0]) / (1 - shares[0]))
+        return methods.configured(config, _spread(dense, all_tokens, 0, kv_heads, num_layers))
 
 
 def _spread(count: int, one: Any, other: Any, kv_heads: int, num_layers: int) -> tuple[tuple[Any, ...], ...]:
@@ -119,7 +108,7 @@ BlockSharesOption = Annotated[
     list[Share] | None,
     typer.Option(
         "--block-shares",
-        help="Shares of the ranked blocks under TCA: CACHE or PREFILL:CACHE; +N gives N KV heads the reading blocks.",
+        help="Shares of the ranked blocks that TCA keeps.",
         parser=Share.parse,
         metavar="SHARE",
     ),

@@ -25,13 +25,14 @@ from tca_jax.progress import progress
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
+    from tca_jax.calibration.worth_profile import WorthProfile
     from tca_jax.loading import Checkpoint
 
 _CALIBRATION_TOKENS = 8192  # of a text for calibration
 _TRIALS = 15  # of each tuned method
 #: Defaults without --suite.
 DEFAULTS: Mapping[str, Any] = {
-    "methods": "full,tca",
+    "methods": "full,worth",
     "tasks": "ruler",
     "lengths": "4096",
     "protocols": "prefix,preamble,late",
@@ -43,13 +44,13 @@ _LONG: Mapping[str, Any] = {"tasks": "ruler", "lengths": "8192,16384,32768,65536
 SUITES: Mapping[str, Mapping[str, Any]] = {
     "paper": {
         **_LONG,
-        "methods": "full,tca,paper,minference,flexprefill:gamma=0.95,xattention",
+        "methods": "full,worth,paper,minference,flexprefill:gamma=0.95,xattention",
         "protocols": "prefix",
         "out": Path("out/paper"),
     },
     "late": {
         **_LONG,
-        "methods": "full,tca,paper,snapkv:share=0.25,adakv-expected-attention:share=0.25,streaming",
+        "methods": "full,worth,paper,snapkv:share=0.25,adakv-expected-attention:share=0.25,streaming",
         "protocols": "late",
         "out": Path("out/late"),
     },
@@ -68,7 +69,7 @@ def _default(name: str, text: str, **more: Any) -> Any:
 def evaluate(
     model: ModelArgument,
     methods: Annotated[
-        str | None, _default("methods", 'Registered names, "paper", options behind a colon, pairs by "+".')
+        str | None, _default("methods", 'Registered names, "worth", "paper", options behind a colon, pairs by "+".')
     ] = None,
     tasks: Annotated[str | None, _default("tasks", "ruler, recall, loss, or single tasks.")] = None,
     lengths: Annotated[str | None, _default("lengths", "Tokens of a prompt with its answer.")] = None,
@@ -178,8 +179,8 @@ def _listed(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | None, Profile | None]:
-    """TCA's profile and that of the paper's hyperparameters; those of the model by default."""
+def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | WorthProfile | None, Any]:
+    """The profile, and that of the paper's rule beside it; those of the model by default."""
     folder = checkpoint.folder / "profile" if profile in (None, "shipped") else Path(str(profile))
     if profile is None and not folder.is_dir():
         return None, None

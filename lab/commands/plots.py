@@ -41,7 +41,7 @@ def budgets(
     tokens: ShareTokensOption = None,
     out: PictureOption = Path("out/budgets.png"),
 ) -> Path:
-    """Draw what each KV head keeps of a prompt, and what a prompt's own queries attend to.
+    """Draw what each KV head keeps of a prompt; of predicted worth, about what it keeps.
 
     Example: [bold]tca-jax plot budgets shipped --tokens 8192[/]
     """
@@ -50,8 +50,7 @@ def budgets(
 
     p = Profile.load(profile_folder(profile))
     tokens = tokens or max((source["tokens"] for source in p.sources), default=131072)
-    shares, prefill = p.kept_share(tokens), p.prefill_kept_share(tokens)
-    return plot_kept_share(shares, tokens, p.model_name, out, prefill_share=prefill)
+    return plot_kept_share(p.kept_share(tokens), tokens, p.model_name, out)
 
 
 @app.command()

@@ -112,11 +112,11 @@ def calibrate(
     settings: Annotated[str, typer.Option(help="default, kept=SHARE, paper or paper:TAU.")] = "default,kept=0.25,paper",
     count: Annotated[int, typer.Option(min=1, help="Texts, of the calibration half.")] = 8,
     tokens: sticks.TokensOption = 8_192,
-    window: Annotated[int, typer.Option(min=1)] = 1_024,
+    window: Annotated[int, typer.Option(min=1, help="Of the paper's rule.")] = 1_024,
     texts: sticks.TextsOption = None,
 ) -> None:
     """Calibrates with each setting, in one process; the first one compiles for the others."""
-    chosen = {setting: _options(setting, window) for setting in settings.split(",")}
+    chosen = {setting: _options(setting, window, count, tokens) for setting in settings.split(",")}
     lm = tca_jax.load(model)
     given = calibration_texts(lm, count, tokens, texts)
     for setting, options in chosen.items():
@@ -138,7 +138,7 @@ def calibrate(
     print(calibration_table(sticks.read_records([out], CALIBRATION)))
 
 
-def _options(setting: str, window: int) -> dict[str, Any]:
+def _options(setting: str, window: int, count: int, tokens: int) -> dict[str, Any]:
     """Arguments of `calibrate`."""
     paper, _, tau = setting.partition(":")
     if paper == "paper":
@@ -146,7 +146,7 @@ def _options(setting: str, window: int) -> dict[str, Any]:
     name, _, share = setting.partition("=")
     known = setting == "default" or name == "kept"
     require(known, f"--settings {setting!r}: must be default, kept=SHARE, paper or paper:TAU")
-    return {"config": tca_jax.TCAConfig(window=window), **({"kept": float(share)} if share else {})}
+    return {"count": count, "tokens": tokens, **({"kept": float(share)} if share else {})}
 
 
 def table(records: Sequence[Record]) -> str:

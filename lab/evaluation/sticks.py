@@ -15,6 +15,7 @@ import numpy as np
 import typer
 
 from tca_jax.calibration.profile import Profile
+from tca_jax.calibration.worth_profile import WorthProfile
 from tca_jax.engine.lm import LM
 from tca_jax.errors import require
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
@@ -49,10 +50,11 @@ def named_methods(
 ) -> Iterator[Named]:
     """Full attention, each method at each share of full attention's bytes (None: its defaults), and the profiles.
 
-    `duoattention` takes gates from the first profile by worth. A share that a method cannot take is printed.
+    `worth` and gates of `duoattention` are of the first profile of predicted worth. A share that a method cannot take
+    is printed.
     """
     read = {name: Profile.load(path) for name, path in profiles.items()}
-    by_worth = next((each for each in read.values() if not np.isnan(each.keeping_worth).any()), None)
+    by_worth = next((each for each in read.values() if isinstance(each, WorthProfile)), None)
     builder = Builder(lm, by_worth, None, list)
     for label, parts in parse_methods(",".join(methods)):
         parts = tuple((name, {**_IN_FULL.get(name, {}), **given}) for name, given in parts)

@@ -23,7 +23,7 @@ from tca_jax.engine.score import score_answers
 from tca_jax.errors import check_integer, explaining, require
 from tca_jax.lab.evaluation.samples import batches
 from tca_jax.loading import checkpoint_folder, open_checkpoint
-from tca_jax.methods.registry import describe_method, with_known
+from tca_jax.methods.registry import describe_method, option_names, with_known
 from tca_jax.models.json_object import read_json_object
 
 _LOG = logging.getLogger(__name__)
@@ -242,10 +242,11 @@ def load_model(
     checkpoint = open_checkpoint(pretrained, revision)
     found = checkpoint.read_profile(profile)
     if found is not None and method is not None:
-        calibrated = found.config.method_name
-        part = f"the profile's method, {calibrated!r}, must be one of its parts"
-        require(calibrated in method.split("+"), f"method = {method!r} with a profile: {part}")
-        options = with_known(method, budgets_of(found), options)
+        known = options_of(found)
+        taken = {name for part in method.split("+") for name in option_names(part)}
+        nothing = f"it takes nothing of a {type(found).__name__}"
+        require(set(known) & taken, f"method = {method!r} with a profile: {nothing}")
+        options = with_known(method, known, options)
     lm = checkpoint.load(found, **stored)
     return lm if method is None else lm.with_method(method, **options)
 

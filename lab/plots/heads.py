@@ -16,15 +16,8 @@ _DARK = 0.55  # of the color scale: numbers on darker cells are white
 _MAX_LABELLED_LAYERS = 40  # with more layers a number does not fit into its cell
 
 
-def plot_kept_share(
-    share: Float[np.ndarray, "layers Hkv"],
-    num_tokens: int,
-    name: str,
-    path: figures.PathLike,
-    *,
-    prefill_share: Float[np.ndarray, "layers Hkv"] | None = None,
-) -> Path:
-    """Draws heat maps by layer and KV head: the kept share of the cache, and the attended share of prefill.
+def plot_kept_share(share: Float[np.ndarray, "layers Hkv"], num_tokens: int, name: str, path: figures.PathLike) -> Path:
+    """Draws a heat map of the kept share of the cache by layer and KV head.
 
     Args:
         share: Share of a prompt's tokens that each head keeps: `profile.kept_share(num_tokens)`, or of any method
@@ -32,17 +25,11 @@ def plot_kept_share(
         num_tokens: Length of the prompt that fills the cache.
         name: Name of the model in the title.
         path: PNG file to write.
-        prefill_share: `profile.prefill_kept_share(num_tokens)`; None for the cache alone.
     """
     title = f"KV cache kept after {num_tokens:,} tokens: {share.mean():.1%} on average"
-    maps = [(figures.titled(title, name), share, "tokens kept")]
-    if prefill_share is not None:
-        title = f"Pairs that its prefill attends to: {prefill_share.mean():.1%} on average"
-        maps.append((title, prefill_share, "tokens attended to"))
     width, height = np.clip(1.5 + 0.4 * share.shape[0], 8, 16), np.clip(1.2 + 0.35 * share.shape[1], 2.2, 10)
-    figure = Figure(figsize=(float(width), float(height) * len(maps)), dpi=figures.DPI, layout="constrained")
-    for axes, each in zip(figure.subplots(len(maps), squeeze=False)[:, 0], maps, strict=True):
-        _draw_map(axes, *each)
+    figure = Figure(figsize=(float(width), float(height)), dpi=figures.DPI, layout="constrained")
+    _draw_map(figure.subplots(), figures.titled(title, name), share, "tokens kept")
     return figures.write(figure, path)
 
 

@@ -31,7 +31,8 @@ from tca_jax.errors import require
 from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR
 from tca_jax.lab.rivals.repetition import repeat, select_repeated
-from tca_jax.methods.base import last_queries
+from tca_jax.methods.base import Heads, last_queries
+from tca_jax.methods.scored import ScoredCache, ScoredPrefill
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
@@ -100,7 +101,11 @@ def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "lay
 
 
 def _selected_when_read(lm: LM, ids: Sequence[int]) -> Bool[np.ndarray, "layers Hkv L"]:
-    return on_host(_selected(lm.for_programs(), *map(jnp.asarray, pad_tokens([ids]))))
+    program = _selected
+    if isinstance(lm.method.cache, ScoredCache):
+        require(lm.mesh is None, f"{lm.name} is on a mesh: load it on one device to draw predicted worth")
+        program = _staying
+    return on_host(program(lm.for_programs(), *map(jnp.asarray, pad_tokens([ids]))))
 
 
 def _selected_by_repetition(lm: LM, ids: Sequence[int]) -> Bool[np.ndarray, "layers Hkv L"]:
@@ -129,6 +134,27 @@ def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"
 
 
 _selected = jax.jit(OverMesh(_selected_tokens, (SAME, SAME), SECOND_HEADS))
+
+
+@jax.jit
+def _staying(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
+    """The tokens whose scores let them stay, whatever room there is."""
+    policy, prefill, found = lm.method.cache, lm.method.prefill, []
+    assert isinstance(policy, ScoredCache)
+    positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
+    x, angles = lm.decoder.embed(tokens), lm.decoder.angles(positions)
+    for layer, module in enumerate(lm.decoder.layers):
+        settings = lm.settings_of(layer)
+        scores = policy.score(settings, module.attention_norm(x), positions)
+
+        def attention(q: Array, k: Array, v: Array, state: None, s: Any = settings, y: Array = scores) -> Any:
+            if isinstance(prefill, ScoredPrefill):
+                return prefill.attend_scored(s, q, k, v, y, lengths, "auto").out, None
+            return prefill.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto").out, None
+
+        x = module(x, *angles, attention, None)[0]
+        found.append(policy.stays(settings, scores)[0])
+    return jnp.stack(found)
 
 
 def draw(

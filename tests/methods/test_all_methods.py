@@ -38,7 +38,7 @@ OPTIONS = {
     "random": {"share": 0.4, **GEOMETRY},
     "snapkv": {"share": 0.3, "observation": 4, **GEOMETRY},
     "streaming": {"sinks": 3, **GEOMETRY},
-    "tca": {"candidates": ROWS, "config": TCA, "prefill_candidates": [[0, 2, 0, 1], [3, 0, 1, 2]]},
+    "tca": {"candidates": ROWS, "config": TCA},
     "tova": {"share": 0.3, **GEOMETRY},
     "uniform": {"candidate": 4, "config": TCA},
     "xattention": {**BLOCKS, "threshold": 0.6, "stride": 4},
@@ -59,13 +59,12 @@ OPTIONS = {
         "snapkv": {"share": 0.3, "observation": 4, **GEOMETRY},
     },
 }
-READS = {"candidates": [[14, 4, 0, 0], [0, 0, 3, 14]], "config": TCA, "prefill_candidates": 0, "readings": READINGS}
 DRAWN = {"candidates": ROWS, "config": dataclasses.replace(TCA, density="random", reserve=0)}  # by a head's number
 CASES = {name: (name, options) for name, options in OPTIONS.items()}
-CASES |= {"tca by readings": ("tca", READS), "tca by chance": ("tca", DRAWN)}
+CASES |= {"tca by chance": ("tca", DRAWN)}
 
 
-QUICK = ("adakv", "duoattention+snapkv", "kvzip", "quest", "tca", "tca by readings")  # the others are slow
+QUICK = ("adakv", "duoattention+snapkv", "kvzip", "quest", "tca")  # the others are slow
 
 
 def quick_or_slow(quick):
@@ -95,7 +94,7 @@ def test_batches_are_their_rows_and_contexts_repeat(case):
 
 
 @needs_8_devices
-@pytest.mark.parametrize("case", quick_or_slow(("minference", "streaming", "tca", "tca by chance", "tca by readings")))
+@pytest.mark.parametrize("case", quick_or_slow(("minference", "streaming", "tca", "tca by chance")))
 def test_a_mesh_answers_as_one_device(case):
     prompts = PROMPTS[:2]
     one, many = (under(case, lm) for lm in (lm_of(), lm_of(mesh_of((2, 2)))))

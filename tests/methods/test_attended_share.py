@@ -27,11 +27,6 @@ CASES = {
     "streaming": ("streaming", {"sinks": 11, **GEOMETRY}, False),
     "tca, unequal rows": ("tca", {"candidates": [[0, 9]], "config": TCA}, False),
     "tca, dense": ("tca", {"candidates": DENSE, "config": TCA}, True),
-    "tca, two rows": (
-        "tca",
-        {"candidates": [[DENSE, 5]], "prefill_candidates": [[1, 4]], "config": TCA},
-        False,
-    ),
     "tca, all local": (
         "tca",
         {"candidates": 0, "config": tca_jax.TCAConfig(block_size=8, window=256)},

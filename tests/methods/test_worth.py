@@ -36,7 +36,7 @@ def test_tokens_blocks_and_means_equal_masks(theta, mass):
 def test_means_can_be_off():
     q, k, v, worth, lengths = drawn()
     settings = ReadSettings(jnp.float32(1.5), jnp.float32(jnp.inf), jnp.asarray(False))
-    out, pairs = attend_by_worth(q, k, v, worth, lengths, settings, **OPTIONS)
+    out, _ = attend_by_worth(q, k, v, worth, lengths, settings, **OPTIONS)
     place = np.arange(TOKENS)
     first = np.maximum(place // BLOCK * BLOCK - OPTIONS["window"], 0)
     for row, head in np.ndindex(2, 6):

@@ -41,7 +41,7 @@ def positive(rows):
 
 
 def test_attention_compares_methods_with_full_attention(tmp_path):
-    args = [*TINY, XLA, "--repeats=1", "--block-shares=0.05:0.5", "--methods=full"]
+    args = [*TINY, XLA, "--repeats=1", "--block-shares=0.5", "--methods=full"]
     tca, full = bench("attention", tmp_path, *args)
     assert (tca["attention"], full["attention"]) == ("TCA 0.05:0.5", "full")
     assert 0 < tca["area"] < full["area"] == full["kept"] == 1 > tca["kept"]
@@ -59,7 +59,7 @@ def test_decode_compares_caches_by_their_bytes(tmp_path):
 
 
 def test_end_to_end_times_answers_and_questions(tmp_path):
-    args = [*TINY, "--repeats=1", "--block-shares=0.05:0.5", "--new-tokens=4", "--questions=2"]
+    args = [*TINY, "--repeats=1", "--block-shares=0.5", "--new-tokens=4", "--questions=2"]
     full, tca, *asked = bench("end-to-end", tmp_path, *args)
     assert (full["attention"], tca["attention"]) == ("full", "TCA 0.05:0.5")
     assert full["TTFT speed-up"] == full["ms/token speed-up"] == full["kept"] == full["area"] == 1
@@ -89,10 +89,9 @@ def test_end_to_end_runs_over_meshes(tmp_path, monkeypatch):
         (["attention"], "--lengths 16384: a CPU takes at most 4096 tokens; pass --models tiny --lengths 1024"),
         (["end-to-end", "--lengths=1024"], "--models llama3.1-8b: needs a GPU, this is 'cpu'; pass --models tiny"),
         (["serve", "--tokens=100"], "--tokens 100: must be a multiple of 128 and at least 4224, one block more than"),
-        (["decode", *TINY, "--block-shares=0.2:0.1"], "0.2:0.1: must be between 0 and 1, prefill below cache"),
+        (["decode", *TINY, "--block-shares=0.2:0.1"], "0.2:0.1: must be a share, such as 0.25"),
         (["decode", *TINY, "--backend=cuda"], "--backend 'cuda': must be one of"),
         (["attention", *TINY, "--methods=snap"], "--methods snap: 'snap' is not registered"),
-        (["attention", *TINY, "--block-shares=0.2+3"], "--block-shares +3: there are 2 KV heads"),
         (["attention", "--window=100"], "--window 100: must be a positive multiple of block_size = 128"),
         (["end-to-end", *TINY, "--mesh=4"], "--mesh 4: must be devices on 'data' x devices on 'model', such as 1x4"),
         (["serve", "--model=tiny", "--tokens=512", "--window=128", "--profile=p"], "--profile p: tiny has random"),
@@ -109,7 +108,7 @@ def test_what_cannot_run_is_refused_in_one_line(args, message, tmp_path, monkeyp
 @pytest.mark.parametrize(
     "method",
     [
-        Share(0.5, prefill=0.05).method(tca_jax.TCAConfig(window=128), 2),
+        Share(0.5).method(tca_jax.TCAConfig(window=128), 2),
         methods.get("xattention", dense_tokens=0),
     ],
     ids=["TCA", "xattention"],

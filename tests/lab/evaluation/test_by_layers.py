@@ -17,8 +17,7 @@ SHORT = [(random_prompt(1, 7), random_prompt(2, 5)), (random_prompt(3, 2), rando
 #: Past three edges of blocks, for methods that keep all blocks which leave the window behind a prompt.
 LONG = [(random_prompt(5, 30), random_prompt(6, 25)), (random_prompt(7, 3), random_prompt(8, 20))]
 
-CONFIG = tca_jax.TCAConfig(**SIZES, reserve=5, observation=8, spread=2, fetch=2, fetch_stride=4)
-PREFILL, READINGS = [[0, 4], [3, 0]], [["sparse", "blocks"], ["dense", "sparse"]]
+CONFIG = tca_jax.TCAConfig(**SIZES, reserve=5, observation=8, spread=2)
 TCA = {"candidates": [[2, 9], [CONFIG.num_candidates, 0]], "config": CONFIG}
 #: Whether a method drops what leaves the window behind a prompt, and its options.
 METHODS = {
@@ -28,7 +27,7 @@ METHODS = {
     "kvzip": (False, {**SIZES, "share": 0.3, "chunk": 90}),
     "duoattention": (True, {**SIZES, "sinks": 20, "gates": [[0.9, 0.1], [0.3, 0.6]], "dense_prefill": True}),
     "streaming": (True, {**SIZES, "sinks": 20}),
-    "tca": (True, {**TCA, "prefill_candidates": PREFILL, "readings": READINGS}),
+    "tca": (True, TCA),
 }
 HEAVY = ("adakv-expected-attention", "kvzip", "tca")
 NAMES = [pytest.param(name, marks=pytest.mark.integration) if name in HEAVY else name for name in METHODS]

@@ -1,18 +1,19 @@
 """Methods by name: options, pairs, profiles, and equal bytes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tiny
+from profiles import make_worth_profile
 
 from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
-from tca_jax.lab.equal_bytes import held_share
+from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.method_specs import Builder, parse_methods
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=0)
 SIZES = 2048
-READINGS = np.array([["sparse", "blocks"], ["dense", "sparse"]])
-WORTH = np.array([[0.1, 2.0], [0.0, 0.5]], np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +21,8 @@ def lm():
     return tiny.tiny_lm()
 
 
-def profile(candidate=2, **fields):
-    uniform = Profile.uniform(CONFIG, 2, 2, candidate)
-    fields = {"candidates": uniform.candidates, "readings": READINGS, "keeping_worth": WORTH, **fields}
-    return Profile(scores=uniform.scores, config=CONFIG, fingerprint=None, model_name="p", **fields)
+def profile(candidate=2):
+    return dataclasses.replace(Profile.uniform(CONFIG, 2, 2, candidate), model_name="p")
 
 
 def build(lm, text, found=None, paper=None):
@@ -51,29 +50,33 @@ def test_budgets_come_from_the_profiles(lm):
     assert build(lm, "tca", own, paper) == own.method()
     assert build(lm, "paper", own, paper) == paper.method()
     assert build(lm, "full+tca", own).cache == own.method().cache
-    assert build(lm, "duoattention", own).cache.retrieval == ((False, True), (False, True))
     assert build(lm, "uniform:candidate=3", own).cache.config == CONFIG
 
 
-def test_heads_become_dense_by_worth(lm):
-    own = [[0, 3], [14, 0]]  # the third head is dense and of no worth: it is the first of the profile's to go
-    found = profile(candidates=np.array(own), prefill_candidates=np.array(own))
-    none, dense = [[0, 0], [0, 0]], [[14, 14], [14, 14]]
-    stages = [none, [[0, 3], [0, 0]], own, [[0, 14], [14, 0]], [[0, 14], [14, 14]], dense]
-    shares = [held_share(lm.with_method("tca", candidates=rows, config=CONFIG), SIZES) for rows in stages]
-    assert shares == sorted(shares)
-    for text in ("tca", "full+tca"):
-        for rows, share in zip(stages, shares, strict=True):
-            method = build_within(lm, text, share + 1e-6, found).lm.method
-            assert [list(method.cache.rows(layer, 2)) for layer in range(2)] == rows
-            assert method.cache.readings == found.method().cache.readings
+def test_predicted_worth_comes_from_its_profile(lm):
+    found = make_worth_profile()
+    weights = found.maps.head_weights.ravel()
+    retrieval = build(lm, "duoattention", found).cache.retrieval
+    assert np.ravel(retrieval).tolist() == (weights >= np.sort(weights)[2]).tolist()  # half of the heads
+    assert build(lm, "worth", found) == found.method()
+    assert build(lm, "worth:kept=0.5", found) == found.with_kept(0.5).method()
+    within = build_within(lm, "worth", 0.25, found)
+    assert within.lm.method == found.with_kept(0.25 - 256 / SIZES).method()
+    assert build_within(lm, "worth", 0.1, found).own_budget
+    for text, given, message in (
+        ("worth", profile(), "--methods worth: needs --profile DIR, from tca-jax calibrate"),
+        ("worth:share=0.5", found, r"worth takes kept and selected, not \['share'\]"),
+        ("full+worth", found, "worth is no part of a pair"),
+        ("tca", found, "needs --profile DIR, from tca-jax calibrate --paper"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build(lm, text, given)
 
 
 def test_methods_without_budget_keep_their_own(lm):
     for text, share, found, reason in (
         ("full", 0.25, None, "no option that moves its budget"),
-        ("tca", 0.25, profile(keeping_worth=np.full((2, 2), np.nan)), "does not know what heads are worth"),
-        ("tca", 0.01, profile(), "which window, reserve and candidate 0 take of full attention's bytes"),
+        ("tca", 0.25, profile(), "no option that moves its budget"),
     ):
         made = build_within(lm, text, share, found)
         assert made.own_budget

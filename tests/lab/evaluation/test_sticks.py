@@ -1,12 +1,12 @@
 """Measuring sticks: their texts and documents, the methods that are named, records, whole runs."""
 
-import dataclasses
 import functools
 import hashlib
 import lzma
 
 import numpy as np
 import pytest
+from profiles import make_worth_profile
 from tiny import tiny_lm
 from word_pieces import write_with_bytes
 
@@ -108,12 +108,10 @@ def test_repeating_documents_repeat_what_counts(lm, folder):
 
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory):
-    """One of the paper's criterion, which does not know what heads are worth, and one by worth."""
-    uniform = Profile.uniform(SMALL, 2, 2, 3)
-    worth = np.array([[0.1, 2.0], [0.0, 0.5]], np.float32)
+    """One of the paper's rule and one of predicted worth."""
     folders = {name: tmp_path_factory.mktemp("profiles") / name for name in ("paper", "worth")}
-    for name, known in (("paper", uniform.keeping_worth), ("worth", worth)):
-        dataclasses.replace(uniform, keeping_worth=known, fingerprint=None).save(folders[name])
+    Profile.uniform(SMALL, 2, 2, 3).save(folders["paper"])
+    make_worth_profile().save(folders["worth"])
     return folders
 
 
@@ -132,7 +130,8 @@ def test_methods_are_named_by_share_and_profile(profiles):
     ]
     assert 0.6 < held_share(found[1].lm, TOKENS) <= 0.7
     duoattention = found[2].lm.method
-    assert duoattention.cache.retrieval == ((False, True), (False, False))  # half of the heads were too many
+    weights = make_worth_profile().maps.head_weights.ravel()
+    assert np.ravel(duoattention.cache.retrieval).tolist() == (weights == weights.max()).tolist()  # half is too many
     assert duoattention.prefill == tca_jax.methods.BASELINE.prefill
     with pytest.raises(UserError, match="--profile 'a=': must be NAME=FOLDER"):
         sticks.parse_profiles(["a="])
