@@ -9,7 +9,6 @@ all of it. Nothing is tuned on any model. An interrupted run continues.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import multiprocessing
 import os
@@ -30,17 +29,15 @@ from zoo_tasks import MIXTURES, draw_documents
 
 import tca_jax
 from tca_jax import TCAConfig
-from tca_jax.calibration.profile import Profile
 from tca_jax.engine.score import score_answers
 from tca_jax.lab.evaluation.recall_tasks import TASKS, sample_of
 from tca_jax.lab.recall import PROTOCOLS, Document
 from tca_jax.lab.recall.corpus import corpus
-from tca_jax.lab.recall.protocols import chat_answer, chat_document, chat_question
 from tca_jax.loading import shipped_profile
 
 FOLLOWING = 256  # tokens after a prompt
 _BATCH = 80  # questions in a call
-_LABELS = {"full": "full attention", "default": "default probes", "pairs": "pairs as probes"}
+_LABELS = {"full": "full attention", "worth": "predicted worth", "paper": "the paper's rule"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +48,12 @@ class Plan:
     calibrated: int = 2**17  # tokens of all calibration texts of a length
     passages: int = 32  # texts with measured losses
     questions: int = 100  # of each task under each protocol
-    keep_tolerance: float = TCAConfig.keep_tolerance
 
     def config(self, tokens: int) -> TCAConfig:
-        return TCAConfig(window=max(256, tokens // 16), keep_tolerance=self.keep_tolerance)
+        return TCAConfig.paper(window=max(256, tokens // 16))
 
     def texts(self, tokens: int) -> int:
-        return max(1, self.calibrated // tokens)
+        return max(2, self.calibrated // tokens)
 
 
 def passages(seed: int, count: int, tokens: int, half: int) -> list[list[int]]:
@@ -66,19 +62,6 @@ def passages(seed: int, count: int, tokens: int, half: int) -> list[list[int]]:
     part = text[half * len(text) // 2 : (half + 1) * len(text) // 2]
     starts = np.random.default_rng((seed, half, tokens)).integers(len(part) - tokens, size=count)
     return [[BOS, *part[start : start + tokens - 1].tolist()] for start in starts]
-
-
-def documents_with_pairs(lm: tca_jax.LM, name: str, count: int, tokens: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """Documents as chats, and all questions about each with their answers: a user's own probes."""
-    tasks, encode = sorted(set(MIXTURES[name])), lm.tokenizer.encode
-    ids = functools.partial(encode, add_special_tokens=False)
-    texts, pairs = [], []
-    for number in range(count):
-        (document,) = draw_documents((seed, 7, number), 1, tokens, name, tasks[number % len(tasks)])
-        texts.append(encode(chat_document(document.text)))
-        asked = [(chat_question(each), f"{chat_answer(each, number)}<|eos|>") for each in document.questions]
-        pairs.append([(ids(question), ids(answer)) for question, answer in asked])
-    return texts, pairs
 
 
 def losses(lm: tca_jax.LM, texts: Sequence[list[int]], window: int) -> dict[str, float]:
@@ -119,69 +102,46 @@ def evaluate(folder: Path, out: Path, plan: Plan) -> None:
         documents = {
             task: draw_documents((11, tokens), plan.questions, size, name, task) for task in sorted(set(MIXTURES[name]))
         }
-        own_texts, pairs = documents_with_pairs(lm, name, plan.texts(tokens), size, 0)
         calibrated = passages(0, plan.texts(tokens), tokens, 0)
-        sparsest = Profile.uniform(config, lm.config.num_layers, lm.config.num_kv_heads, 0)
-        makers: dict[str, Callable[[], Profile | None]] = {
+        makers: dict[str, Callable[[], tca_jax.Profile | tca_jax.WorthProfile | None]] = {
             "full": lambda: None,
-            "row0": lambda sparsest=sparsest: sparsest,
-            "pairs": lambda texts=own_texts, p=pairs, c=config: tca_jax.calibrate(lm, texts, c, probes=p),
-            "default": lambda texts=calibrated, c=config: tca_jax.calibrate(lm, texts, c),
+            "worth": lambda texts=calibrated, n=tokens: tca_jax.calibrate(lm, texts, count=len(texts), tokens=n),
+            "paper": lambda texts=calibrated, c=config: tca_jax.calibrate(lm, texts, c),
         }
         for label in [label for label in makers if label not in record]:
             start = time.monotonic()
-            with warnings.catch_warnings(action="ignore"):  # probes may not be informative
+            with warnings.catch_warnings(action="ignore"):  # facts may not be known
                 profile = makers[label]()
             record[label] = {"seconds": time.monotonic() - start}
             under = lm.with_profile(profile)
             record[label] |= losses(under, texts, config.window)
             if profile is not None:
                 profile.save(out.parent / f"{name}-{label}-{tokens}")
-                record[label] |= {
-                    "heads": profile.readings.size,
-                    "fetching": np.argwhere(profile.readings != "sparse").tolist(),
-                    "denser": np.argwhere(profile.candidates).tolist(),
-                    "kept_share": float(profile.kept_share(tokens).mean()),
-                    "counted": None if profile.probes is None else profile.probes["counted"],
-                }
-            if label != "row0":
-                record[label] |= answers(under, documents)
+            record[label] |= answers(under, documents)
             out.write_text(json.dumps(found, indent=1) + "\n")
             print(f"{name} {tokens} {label}", flush=True)
 
 
 def page(models: dict[str, dict[str, Any]]) -> str:
     """Tables of all models."""
-    rows: tuple[list[str], ...] = ([], [], [])
+    rows: tuple[list[str], ...] = ([], [])
     lengths = ((name, f"{int(n):,}", each) for name in models for n, each in models[name]["lengths"].items())
     for name, tokens, each in lengths:
-        if not {"full", "row0", "default"} <= set(each):
-            continue
-        full, row0, chosen = (each[label]["inside"] for label in ("full", "row0", "default"))
-        won = (row0 - chosen) / max(row0 - full, 1e-9)
-        heads = f"{len(each['default']['fetching'])} of {each['default']['heads']}"
-        shares = [f"{each[label]['attended_share']:.1%}" for label in ("row0", "default")]
-        over = [_over(row0, full), _over(chosen, full), f"{won:.0%}"]
-        rows[0].append(_line([name, tokens, f"{full:.4f}", *over, heads, *shares]))
         for label, one in ((label, each[label]) for label in _LABELS if label in each):
-            if label != "full":
-                counted = ", ".join(f"{kind} {count}" for kind, count in (one["counted"] or {}).items())
-                following = _over(one["following"], each["full"]["following"])
-                cells = [f"{len(one['denser'])} of {one['heads']}", f"{one['kv_share']:.1%}", following, counted]
-                rows[1].append(_line([name, tokens, _LABELS[label], *cells, f"{one['seconds']:.0f}"]))
-            right, exact = one["right"], each["full"]["right"]
+            named, exact = [name, tokens, _LABELS[label]], each["full"]
+            over = [_over(one[loss], exact[loss]) for loss in ("inside", "following")]
+            rows[0].append(_line([*named, *over, f"{one['attended_share']:.1%}", f"{one['seconds']:.0f}"]))
+            right = one["right"]
             means = [f"{np.mean(list(right[protocol].values())):.1%}" for protocol in right]
-            least, task = min((right[p][t] - exact[p][t], f"{p} {t}") for p in right for t in right[p])
+            least, task = min((right[p][t] - exact["right"][p][t], f"{p} {t}") for p in right for t in right[p])
             worst = "" if label == "full" else f"{100 * least:+.0f} ({task})"
-            rows[2].append(_line([name, tokens, _LABELS[label], f"{one['kv_share']:.1%}", *means, worst]))
+            rows[1].append(_line([*named, f"{one['kv_share']:.1%}", *means, worst]))
     titles = (
-        "Loss inside the prompt (nats per token; over full attention's)",
-        f"Cache, and the {FOLLOWING} tokens that follow",
+        f"Loss inside the prompt, and of the {FOLLOWING} tokens that follow, over full attention's",
         "Right answers, mean over tasks; the worst task's difference from full attention in points",
     )
     heads = (
-        "model|tokens|full|row 0|chosen|won back|fetching heads|attended: row 0|chosen",
-        "model|tokens|probes|denser heads|KV bytes|following|counted answers|seconds",
+        "model|tokens|method|inside|following|attended|seconds",
         "model|tokens|method|KV bytes|prefix|preamble|late|worst task",
     )
     lines = []
@@ -204,7 +164,6 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="Models at the same time.")] = 1,
     tokens: Annotated[list[int] | None, typer.Option(help="Lengths; 8,192 and 16,384 by default.")] = None,
     questions: Annotated[int, typer.Option(help="Of each task under each protocol.")] = Plan.questions,
-    keep_tolerance: Annotated[float, typer.Option(help="Calibration's.")] = Plan.keep_tolerance,
     smoke: Annotated[bool, typer.Option("--smoke", help="Little of everything: checks that all runs.")] = False,
 ) -> None:
     """Calibrate and measure every model of the zoo."""
@@ -212,7 +171,7 @@ def main(
     if not folders["recall-tiny"].is_dir():
         folders["recall-tiny"] = shipped_profile("recall-tiny").parent
     names = [name for name in MIXTURES if name in (only or MIXTURES) and folders[name].is_dir()]
-    plan = Plan(tuple(tokens or Plan.lengths), questions=questions, keep_tolerance=keep_tolerance)
+    plan = Plan(tuple(tokens or Plan.lengths), questions=questions)
     plan = Plan((2560,), calibrated=2560, passages=1, questions=1) if smoke else plan
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         for done in [pool.submit(evaluate, folders[name], zoo / f"{name}.json", plan) for name in names]:

@@ -39,11 +39,11 @@ def test_own_method_answers_with_less():
     assert heading.split()[:3] == ["method", "right", "kept"]
     cells = {name: (right, kept, attended) for name, right, _, _, kept, _, attended, _ in map(str.split, lines)}
     table = {name: (int(right), *(float(x.rstrip("%")) for x in shares)) for name, (right, *shares) in cells.items()}
-    assert list(table) == ["full", "streaming", "tca", "observed"]
+    assert list(table) == ["full", "streaming", "worth", "observed"]
     assert table["full"] == (4, 100, 100)
     assert table["streaming"][2] < table["observed"][2] < 100
     assert table["streaming"][0] < table["observed"][0]  # the text, and so the count, depends on Python's version
-    assert table["observed"][1] < table["tca"][1]
+    assert table["observed"][1] < table["worth"][1]
 
 
 @pytest.mark.slow

@@ -101,10 +101,3 @@ def test_smoke_run_learns_and_writes_its_files(script, tmp_path):
     tokenizer, text = AutoTokenizer.from_pretrained(tmp_path), "naïve"
     assert tokenizer(text)["input_ids"] == [BOS, *text.encode()]
     assert load(tmp_path).config.num_layers == script.Recipe().smoke().num_layers
-
-
-def test_zoo_page_matches_its_records(script):
-    folder = EXAMPLES.parent / "lab" / "results"
-    records = json.loads((folder / "zoo.json").read_text())["models"]
-    tables = importlib.import_module("evaluate_zoo").page(records)
-    assert f"\n\n{tables}\n## " in (folder / "zoo.md").read_text()

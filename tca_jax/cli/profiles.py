@@ -104,7 +104,8 @@ def _print_worth(profile: WorthProfile, folder: Path, as_json: bool) -> None:
     for name, reason in reasons.items():
         print(f"{name} = {getattr(profile, name):g}: {reason}")
     lengths = [source["tokens"] for source in profile.sources]
-    print(f"Calibrated on {of_texts(lengths)}" if lengths else "Not calibrated on any text")
+    if lengths:
+        print(f"Calibrated on {of_texts(lengths)}")
     print(f"Profile: {folder}")
 
 
