@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -54,29 +53,16 @@ class WorthMaps:
             return -np.inf
         return float(np.interp(np.log(share), np.log(SHARES), self.thresholds))
 
-    def save(self, path: Path) -> None:
-        """Writes the arrays of all fields to an .npz file."""
-        np.savez(path, **dataclasses.asdict(self))
 
-    @classmethod
-    def load(cls, path: Path) -> WorthMaps:
-        """Reads what `save` wrote."""
-        with np.load(path) as arrays:
-            return cls(**{field.name: arrays[field.name] for field in dataclasses.fields(cls)})
-
-
-def pack_texts(lm: Encoder, texts: Sequence[str | bytes | Sequence[int]], count: int, tokens: int) -> list[list[int]]:
+def pack_texts(lm: Encoder, texts: Iterable[str | Sequence[int]], count: int, tokens: int) -> list[list[int]]:
     """Token ids of `count` texts of `tokens` each: shorter texts are packed, longer ones cut.
 
-    Each one begins as a user's text in the chat template does.
-
-    Raises:
-        ValueError: the texts have too few tokens; says how many are missing.
+    Each one begins as a user's text in the chat template does. ValueError if tokens are missing, with their number.
     """
     opening, packed, text = chat_frame(lm)[0], list[list[int]](), list[int]()
     size = tokens - len(opening)
     for each in texts:
-        ids = encode_verbatim(lm, each, "texts") if isinstance(each, str | bytes) else each
+        ids = encode_verbatim(lm, each, "texts") if isinstance(each, str) else each
         text = [*text, *ids][:size]
         if len(text) == size:
             packed.append([*opening, *text])
@@ -99,28 +85,9 @@ def fit_worth(
 ) -> dict[str, WorthMaps]:
     """Fits maps for each of `targets` on the first half of the texts; measures them on the others.
 
-    Args:
-        lm: The model, on one device, with any profile.
-        texts: Token ids of at least two texts, of `pack_texts`.
-        targets: Names of `TARGETS`, which share passes and Gram matrices.
-        chunk: Tokens that are repeated at once.
-        progress: Called with the stage, the texts done and their number.
-
-    Raises:
-        ValueError: fewer than two texts; a text shorter than two chunks; a target that does not exist; a mesh; a text
-            and its repetition pass the model's positions.
+    Texts are of `pack_texts`, at least two, each of at least two chunks, with positions left for a chunk's repetition.
     """
-    unknown = sorted(set(targets) - set(TARGETS))
-    require(not unknown, f"targets has {unknown}: must be of {list(TARGETS)}")
-    require(len(texts) >= 2, f"texts has {len(texts)}: must be at least 2, one to fit and one to measure")
-    shortest, longest, request = min(map(len, texts)), max(map(len, texts)), repetition_request(lm)
-    require(shortest >= 2 * chunk, f"texts has one of {shortest} tokens: must be at least {2 * chunk}, two chunks")
-    end = longest + repetition_rows(texts[0], request, chunk).tokens.shape[1]
-    most = lm.config.max_context
-    require(
-        end <= most, f"texts has one of {longest} tokens: must be at most {most - end + longest}, for its repetition"
-    )
-    fitted = len(texts) // 2
+    request, fitted = repetition_request(lm), len(texts) // 2
     sums = [_Sums.zeros(lm.config.hidden_size, lm.config.num_kv_heads * len(targets))] * lm.config.num_layers
     weights = np.zeros((lm.config.num_layers, lm.config.num_kv_heads))
     places = np.array([TARGETS.index(name) for name in targets])
@@ -159,11 +126,6 @@ def fit_worth(
 def predict(maps: Float32[Array, "Hkv D1"], x: Float[Array, "1 L D"]) -> Float32[Array, "Hkv L"]:
     """Predictions of a layer's heads for hidden states."""
     return (x[0].astype(jnp.float32) @ maps[:, :-1].T + maps[:, -1]).T
-
-
-def predictions(maps: WorthMaps, layers: Sequence[LayerInputs]) -> list[Float32[Array, "Hkv L"]]:
-    """Predictions for a text that was read."""
-    return [predict(of_layer, layer.x) for of_layer, layer in zip(maps.maps, layers, strict=True)]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["gram", "right"], meta_fields=[])

@@ -94,11 +94,7 @@ def _encode_facts(lm: Encoder, rng: np.random.Generator, room: int) -> list[tupl
 def _hide(
     lm: Encoder, text: list[int], encoded: list[tuple[list[list[int]], Segment]], ranked: int, rng: np.random.Generator
 ) -> tuple[list[int], list[Segment]]:
-    """Hides as many facts as fit in the text's ranked region, and cuts as many tokens off its beginning.
-
-    Returns:
-        The text, as long as it was, and the probes of the facts in it.
-    """
+    """The text, as long as it was, with as many facts as fit in its ranked region, and the probes of these facts."""
     line_break = encode_verbatim(lm, "\n", "probes")
     hidden, probes, taken = list[list[int]](), [], 0
     room = min(len(text) // _MOST_OF_TEXT, ranked - 1)
@@ -146,8 +142,7 @@ def _spread(rng: np.random.Generator, count: int, size: int, end: int) -> list[i
 def _encode_asked(lm: Encoder, question: str, answer: str, values: Sequence[str]) -> Segment:
     """A question and its answer as turns of the model's chat template, or as lines where it has none.
 
-    Tokens count that reach into the values; all do where the template rewrites the answer or the tokenizer has no
-    offsets.
+    Tokens count that reach into the values; all do if the template rewrites the answer or the tokenizer has no offsets.
     """
     text, before = f"\n{question} {answer}", f"\n{question} "
     if getattr(lm.tokenizer, "chat_template", None):

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from tca_jax.calibration.worth_profile import FORMAT_VERSION as WORTH_VERSION
-from tca_jax.calibration.worth_profile import WorthProfile
+from tca_jax.calibration.worth_profile import WorthProfile, require_weights
 from tca_jax.errors import check_integer, explaining, require
 from tca_jax.methods.base import Method
 from tca_jax.methods.candidates import kept_share
@@ -28,7 +28,6 @@ ARRAYS = ("candidates", "scores")
 _METADATA = ("config", "fingerprint", "model_name", "sources", "library_version")
 _OF_CONFIG = frozenset(field.name for field in dataclasses.fields(TCAConfig))
 _SCORE_SLACK = 0.01  # float32 sums over long texts leave [0, 1] by rounding
-_SHOWN = 12  # characters of a fingerprint in a message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,7 +68,7 @@ class Profile:
 
     def __repr__(self) -> str:
         tokens = max((source["tokens"] for source in self.sources), default=131072)
-        shape = f"{self.num_layers} layers of {self.num_kv_heads} KV heads"
+        shape = "{} layers of {} KV heads".format(*self.candidates.shape)
         return f"Profile({self.model_name!r}, {shape}, {self.kept_share(tokens).mean():.1%} kept of {tokens:,} tokens)"
 
     def __eq__(self, other: object) -> bool:
@@ -85,16 +84,7 @@ class Profile:
 
     @classmethod
     def uniform(cls, config: TCAConfig, num_layers: int, num_kv_heads: int, candidate: int) -> Profile:
-        """The same candidate for every head, unmeasured: the baseline of experiments with budgets.
-
-        Args:
-            config: Hyperparameters.
-            num_layers: Layers of the model.
-            num_kv_heads: KV heads of a layer, H_kv.
-            candidate: Row in [0, M]; M keeps every token.
-
-        Returns:
-            A profile with NaN scores that fits any model of this shape.
+        """The same row for every head, in [0, M], with NaN scores; fits any model of this shape.
 
         Raises:
             ValueError: `candidate` is out of range, or a size is not positive.
@@ -108,28 +98,11 @@ class Profile:
             model_name=f"uniform candidate {candidate}",
         )
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self.candidates.shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads of a layer, H_kv."""
-        return self.candidates.shape[1]
-
     def kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
-        """Share of a full cache's tokens that a prompt leaves in the cache of each head, at most.
+        """Share of a full cache's tokens that a prompt of this length leaves in the cache of each head, at most.
 
         Kept are the selected tokens of the n ranked blocks (Eq. 7), the reserve (a bound: budgets may hold some of its
-        tokens anyway), and every token right of those blocks, the local tokens of the first new one; a prompt with
-        n = 0 keeps everything.
-
-        Args:
-            num_tokens: Length of the prompt, L.
-
-        Returns:
-            Shares in (0, 1], `[layers, H_kv]`.
+        tokens anyway), and every token right of those blocks; a prompt with n = 0 keeps everything.
 
         Raises:
             ValueError: `num_tokens` is not a positive integer.
@@ -138,23 +111,14 @@ class Profile:
         return kept_share(self.config, int(num_tokens), self.candidates)
 
     def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None:
-        """Checks that the profile belongs to a model.
+        """Raises ValueError if the profile has another shape than a model, or comes from other weights.
 
-        Args:
-            model_config: The model's shape.
-            fingerprint: The model's fingerprint; None skips the comparison of weights.
-            name: The model's name, for the message.
-
-        Raises:
-            ValueError: the profile has another number of layers or KV heads, or comes from other weights.
+        A `fingerprint` of None skips the comparison of weights; `name` is the model's, for the message.
         """
-        wanted = (model_config.num_layers, model_config.num_kv_heads)
-        own, its = f"profile of {self.model_name!r}", f"model {name!r}"
-        has = f"has {self.num_layers} layers of {self.num_kv_heads} heads, but {its} has {wanted[0]} of {wanted[1]}"
-        require(self.candidates.shape == wanted, f"{own} {has}: calibrate this model")
-        is_its = None in (self.fingerprint, fingerprint) or self.fingerprint == fingerprint
-        both = f"fingerprint {str(self.fingerprint)[:_SHOWN]}, the model's is {str(fingerprint)[:_SHOWN]}"
-        require(is_its, f"{own} was made with other weights than those of {its} ({both}): calibrate this model")
+        wanted, shape = (model_config.num_layers, model_config.num_kv_heads), self.candidates.shape
+        has = f"has {shape[0]} layers of {shape[1]} heads, but model {name!r} has {wanted[0]} of {wanted[1]}"
+        require(shape == wanted, f"profile of {self.model_name!r} {has}: calibrate this model")
+        require_weights(self, fingerprint, name)
 
     def method(self) -> Method:
         """The attention method that runs under these budgets, a `tca_jax.methods` object."""
@@ -165,13 +129,10 @@ class Profile:
         return
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes the profile to a directory, in place of the one that it holds.
+        """Writes the profile to a directory, in place of the one that it holds; other files in it are left alone.
 
         The new profile takes the place of the old one with a rename: `load` finds one of them, whenever the save is
         interrupted.
-
-        Args:
-            directory: Created if missing. Other files in it are left alone.
 
         Raises:
             OSError: it cannot be written to; the message names it, and what it held still loads.
@@ -180,18 +141,12 @@ class Profile:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Profile | WorthProfile:
-        """Reads the profile that `save` wrote to a directory, on any kind and number of devices.
-
-        Args:
-            directory: As given to `save`. Nothing in it is changed.
-
-        Returns:
-            The profile, every number as it was saved.
+        """Reads the profile that `save` wrote to a directory, of either kind.
 
         Raises:
             FileNotFoundError: `directory` does not exist.
-            ValueError: it holds no profile, or one that is damaged, inconsistent or of another format; the message
-                names the folder.
+            ValueError: it holds no profile, or one that is damaged, inconsistent, of another format or of the search
+                of an older version; the message names the folder.
         """
         folder, metadata, arrays = load("profile", directory)
         version = metadata.get("format_version") if isinstance(metadata, dict) else None

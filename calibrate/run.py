@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from typing import overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
-from tca_jax.calibration.worth_profile import COUNT, TOKENS, WorthProfile, calibrate_worth
+from tca_jax.calibration.worth_profile import COUNT, TOKENS, WorthProfile, calibrate_worth, sources_of
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
@@ -26,32 +24,6 @@ from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.progress import progress as show_progress
 
 Progress = Callable[[str, int, int], None]
-
-
-@overload
-def calibrate(
-    lm: LM,
-    texts: Prompt | Sequence[Prompt],
-    config: None = None,
-    *,
-    count: int = ...,
-    tokens: int = ...,
-    kept: float | None = ...,
-    progress: Progress | None = ...,
-) -> WorthProfile: ...
-
-
-@overload
-def calibrate(
-    lm: LM,
-    texts: Prompt | Sequence[Prompt],
-    config: TCAConfig,
-    *,
-    count: int = ...,
-    tokens: int = ...,
-    kept: float | None = ...,
-    progress: Progress | None = ...,
-) -> Profile: ...
 
 
 def calibrate(
@@ -107,8 +79,11 @@ def calibrate(
         sequences = encode_prompts(lm, texts, "texts")
         for index, ids in enumerate(sequences):
             require_length(f"texts[{index}]", len(ids), lm, config)
-        if short := _short_text([len(ids) for ids in sequences], config):
-            warnings.warn(short, stacklevel=2)
+        reach, shortest = config.window + config.block_size, min(map(len, sequences))
+        if shortest < 2 * reach:
+            short = f"texts[{list(map(len, sequences)).index(shortest)}] has {shortest} tokens, fewer than"
+            few = "few of its queries look past the window, so scores are uncertain"
+            warnings.warn(f"{short} 2 (window + block_size) = {2 * reach}: {few}", stacklevel=2)
         return _by_scores(lm, sequences, config, report)
 
 
@@ -135,11 +110,7 @@ def _by_scores(lm: LM, sequences: Sequence[list[int]], config: TCAConfig, progre
             scores[layer] += lm.in_model_order(layer, of_layer)
     scores = (scores / len(sequences)).astype(np.float32)
     rows = np.asarray(choose_candidates(jnp.asarray(scores), config.tau))
-    sources = tuple(
-        {"tokens": len(ids), "sha256": hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()}
-        for ids in sequences
-    )
-    return Profile(rows, scores, config, lm.fingerprint, lm.name, sources)
+    return Profile(rows, scores, config, lm.fingerprint, lm.name, sources_of(sequences))
 
 
 @functools.partial(attention_program, static=("config",), donate=True, inputs=(HEADS,), outputs=(SAME, HEADS))
@@ -163,14 +134,3 @@ def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> No
     needed = f"{fewest} (window + block_size = {config.window} + {config.block_size})"
     must = f"calibration needs {needed}, at most {most} (positions of {lm.name!r})"
     require(fewest <= tokens <= most, f"{name} has {tokens} tokens: {must}")
-
-
-def _short_text(lengths: list[int], config: TCAConfig) -> str | None:
-    """A warning about texts that are too short for a certain result."""
-    reach, shortest = config.window + config.block_size, min(lengths)
-    if shortest >= 2 * reach:
-        return None
-    return (
-        f"texts[{lengths.index(shortest)}] has {shortest} tokens, fewer than 2 (window + block_size) = {2 * reach}: "
-        "few of its queries look past the window, so what is found is uncertain"
-    )

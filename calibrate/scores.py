@@ -33,10 +33,9 @@ def calibration_scores(
     """Scores every candidate of every KV head on one layer's queries and keys (Algorithm 1).
 
     `config.criterion` says which score. "retained_mass" is the attention mass on local and selected tokens, averaged
-    over the queries that have tokens left of their window (1 where none has) and over the group; "worth", which no
-    layer's attention tells, gets the same.
-    "column_mean" is Eq. 5, normalised: column averages summed over the selected tokens and those right of the
-    ranked blocks, divided by their sum over all columns.
+    over the queries that have tokens left of their window (1 where none has) and over the group. "column_mean" is
+    Eq. 5, normalised: column averages summed over the selected tokens and those right of the ranked blocks, divided by
+    their sum over all columns.
 
     Args:
         q: Queries after RoPE [B, L, Hq, d].

@@ -81,11 +81,7 @@ class WorthProfile:
         return f"WorthProfile({self.model_name!r}, {layers} layers of {heads} KV heads, {self.kept:.0%} kept)"
 
     def with_kept(self, kept: float | None = None, selected: float | None = None) -> WorthProfile:
-        """The profile with other shares; nothing is calibrated anew.
-
-        Raises:
-            ValueError: a share is not in (0, 1].
-        """
+        """The profile with other shares, in (0, 1]; nothing is calibrated again."""
         return dataclasses.replace(
             self, kept=self.kept if kept is None else kept, selected=self.selected if selected is None else selected
         )
@@ -97,16 +93,13 @@ class WorthProfile:
         return (_shares_at(self.maps.shares, self.kept) * ranked + num_tokens - ranked) / num_tokens
 
     def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None:
-        """Checks that the profile belongs to a model; arguments and errors are those of `Profile.validate_for`."""
+        """Raises ValueError as `Profile.validate_for` does."""
         c, shape = model_config, self.maps.maps.shape
-        own, its = f"profile of {self.model_name!r}", f"model {name!r}"
-        has = f"has {shape[0]} layers of {shape[1]} heads and width {shape[2] - 1}"
-        wanted = (c.num_layers, c.num_kv_heads, c.hidden_size + 1)
-        of_model = f"but {its} has {wanted[0]} of {wanted[1]} and {c.hidden_size}: calibrate this model"
-        require(shape == wanted, f"{own} {has}, {of_model}")
-        is_its = None in (self.fingerprint, fingerprint) or self.fingerprint == fingerprint
-        both = f"fingerprint {str(self.fingerprint)[:_SHOWN]}, the model's is {str(fingerprint)[:_SHOWN]}"
-        require(is_its, f"{own} was made with other weights than those of {its} ({both}): calibrate this model")
+        has = f"has {shape[0]} layers of {shape[1]} heads and width {shape[2] - 1}, but model {name!r} has"
+        of_model = f"{c.num_layers} of {c.num_kv_heads} and {c.hidden_size}: calibrate this model"
+        fits = shape == (c.num_layers, c.num_kv_heads, c.hidden_size + 1)
+        require(fits, f"profile of {self.model_name!r} {has} {of_model}")
+        require_weights(self, fingerprint, name)
 
     def method(self) -> Method:
         """The attention method."""
@@ -127,11 +120,7 @@ class WorthProfile:
         )
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes the profile to a directory, in place of the one that it holds; `tca_jax.Profile.load` reads it.
-
-        Raises:
-            OSError: it cannot be written to; the message names it, and what it held still loads.
-        """
+        """Writes the profile to a directory as `Profile.save` does; `tca_jax.Profile.load` reads it."""
         arrays = {name: np.asarray(getattr(self.maps, name)) for name in _OF_MAPS}
         arrays["maps"] = np.asarray(jnp.asarray(self.maps.maps, jnp.bfloat16)).view(np.uint16)
         fields = {name: getattr(self, name) for name in _METADATA}
@@ -146,6 +135,20 @@ class WorthProfile:
             of_maps["maps"] = np.asarray(of_maps["maps"].view(jnp.bfloat16), np.float32)
             tables = {name: tuple(map(dict, fields[name])) for name in _TABLES}
             return cls(maps=WorthMaps(**of_maps), **fields | tables)
+
+
+def sources_of(texts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], ...]:
+    """Number of tokens and SHA-256 of each text's ids."""
+    hashes = (hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest() for ids in texts)
+    return tuple({"tokens": len(ids), "sha256": of_ids} for ids, of_ids in zip(texts, hashes, strict=True))
+
+
+def require_weights(profile: Any, fingerprint: str | None, name: str) -> None:
+    """Raises ValueError if a profile was made with other weights than those of a model; None fits any."""
+    is_its = None in (profile.fingerprint, fingerprint) or profile.fingerprint == fingerprint
+    both = f"fingerprint {str(profile.fingerprint)[:_SHOWN]}, the model's is {str(fingerprint)[:_SHOWN]}"
+    made = f"profile of {profile.model_name!r} was made with other weights than those of model {name!r}"
+    require(is_its, f"{made} ({both}): calibrate this model")
 
 
 def require_share(name: str, value: float | None) -> None:
@@ -178,11 +181,7 @@ def calibrate_worth(
     require(lm.mesh is None, f"{lm.name} is on a mesh: load it on one device to fit predicted worth")
     packed, chunk = packed_texts(lm, texts, count, tokens, kept)
     maps = fit_worth(lm, packed, chunk=chunk, progress=progress)["worth"]
-    sources = tuple(
-        {"tokens": len(ids), "sha256": hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()} for ids in packed
-    )
-    fields: dict[str, Any] = {"fingerprint": lm.fingerprint, "model_name": lm.name, "sources": sources}
-    profile = WorthProfile(maps, 1.0, 1.0, (), (), **fields)
+    profile = WorthProfile(maps, 1.0, 1.0, (), (), lm.fingerprint, lm.name, sources_of(packed))
     kept_table, reading_table = _measure(lm, profile, probed_texts(lm, packed[count // 2 :]), progress)
     if kept is None and (doubt := _doubt(kept_table, lm.name)):
         warnings.warn(doubt, stacklevel=3)
@@ -198,7 +197,7 @@ def calibrate_worth(
 def packed_texts(
     lm: Encoder, texts: Prompt | Sequence[Prompt], count: int, tokens: int, kept: float | None
 ) -> tuple[list[list[int]], int]:
-    """Token ids of `count` texts, and the tokens of a chunk of their repetition; checks what `calibrate` is given."""
+    """Token ids of `count` texts, and the tokens of a repeated chunk; checks what `calibrate` is given."""
     check_integer("count", count, at_least=2)
     check_integer("tokens", tokens, at_least=_LEAST_TOKENS)
     require_share("kept", kept)
@@ -209,16 +208,13 @@ def packed_texts(
     require(tokens >= _LEAST_TOKENS, f"{lm.name} has {most} positions: {needed}")
     batch = [texts] if is_single(texts, "texts") else list(texts)
     require(batch, "texts is empty: at least one is needed")
+    ids = (_verbatim(lm, each, f"texts[{i}]") for i, each in enumerate(batch))
     if len(batch) >= count:
-        named = ((f"texts[{i}]", each) for i, each in enumerate(batch))
-        return pack_texts(
-            lm, [x if isinstance(x, str | bytes) else encode_prompt(lm, x, n) for n, x in named], count, tokens
-        ), chunk
+        return pack_texts(lm, ids, count, tokens), chunk
     # Fewer texts than are needed: their pieces, evenly spread.
-    ids = [token for i, each in enumerate(batch) for token in _verbatim(lm, each, f"texts[{i}]")]
-    size = tokens - len(chat_frame(lm)[0])
-    pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
-    packed = pack_texts(lm, pieces, max(count, len(ids) // size), tokens)
+    all_ids, size = [token for each in ids for token in each], tokens - len(chat_frame(lm)[0])
+    pieces = [all_ids[start : start + size] for start in range(0, len(all_ids), size)]
+    packed = pack_texts(lm, pieces, max(count, len(all_ids) // size), tokens)
     return [packed[i] for i in np.linspace(0, len(packed) - 1, count).round().astype(int).tolist()], chunk
 
 

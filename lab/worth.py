@@ -28,7 +28,7 @@ import typer.core
 from jaxtyping import Array, Bool, Float32
 
 import tca_jax
-from tca_jax.calibration.predicted_worth import WorthMaps, fit_worth, pack_texts, predictions
+from tca_jax.calibration.predicted_worth import WorthMaps, fit_worth, pack_texts, predict
 from tca_jax.calibration.repetition import TARGETS, read_inputs
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
@@ -230,7 +230,8 @@ class LateSheet:
             yield self._record(label, share, *self._ask(masks, self._keys, 1.0, worth))
 
     def _of_maps(self, maps: WorthMaps) -> Float32[np.ndarray, "heads L"]:
-        return self._stacked(predictions(maps, self._inputs))
+        pairs = zip(maps.maps, self._inputs, strict=True)
+        return self._stacked([predict(of_layer, each.x) for of_layer, each in pairs])
 
     def read(self, reading: Reading, shares: Sequence[float]) -> Iterator[Record]:
         """Of a document that was read sparsely."""
@@ -282,7 +283,7 @@ def fit(
     seconds = time.monotonic() - started
     to.mkdir(parents=True, exist_ok=True)
     for name, maps in found.items():
-        maps.save(to / f"{name}.npz")
+        np.savez(to / f"{name}.npz", **dataclasses.asdict(maps))
         shares = " ".join(f"{share:.2f}" for share in np.sort(maps.shares.ravel())[::-1])
         print(f"{name}: correlation {np.nanmean(maps.correlation):.3f}; shares of heads at 20% in all: {shares}")
     compiling = sum(compilations.by_program.values())
@@ -296,7 +297,7 @@ def _say(stage: str, done: int, total: int) -> None:
 
 
 def _load(folder: Path) -> dict[str, WorthMaps]:
-    return {path.stem: WorthMaps.load(path) for path in sorted(folder.glob("*.npz"))}
+    return {path.stem: WorthMaps(**np.load(path)) for path in sorted(folder.glob("*.npz"))}
 
 
 @app.command("late")

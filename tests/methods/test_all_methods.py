@@ -15,7 +15,6 @@ from tca_jax import methods
 GEOMETRY = {"block_size": 8, "window": 16}
 PROMPTS = [random_prompt(0, 90), random_prompt(1, 61), random_prompt(2, 5)]
 ANSWER = {"max_new_tokens": 12, "stop_token_ids": ()}
-READINGS = [["blocks", "blocks", "sparse", "blocks"], ["sparse", "dense", "sparse", "blocks"]]  # unequal on 2 devices
 GATES = [[0.9, 0.8, 0.1, 0.2], [0.1, 0.7, 0.95, 0.3]]
 KINDS = ("vertical_slash", "a_shape", "block_sparse")
 PATTERNS = [[[KINDS[(layer + head) % 3], 9 + head, 11 + layer] for head in range(8)] for layer in range(2)]
