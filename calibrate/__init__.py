@@ -5,10 +5,4 @@ from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
 from tca_jax.calibration.worth_profile import WorthProfile
 
-__all__ = [
-    "Profile",
-    "WorthProfile",
-    "calibrate",
-    "calibration_scores",
-    "choose_candidates",
-]
+__all__ = ["Profile", "WorthProfile", "calibrate", "calibration_scores", "choose_candidates"]

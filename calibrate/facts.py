@@ -31,7 +31,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "list": ("combination", "list of ticket numbers", "list of seat numbers", "shopping list", "packing list"),
     "several": ("visitor number", "room number", "extension", "part number", "order number"),
 }
-# In the order in which they are drawn: where only some of a text's facts find room, these have many shapes still.
+# In the order in which they are drawn, so that the first ones have many shapes.
 _SHAPES = (*_KINDS, *_KINDS, "number", "hex")
 
 # (line of the fact, question). Small models may know no other wordings than these plain ones: every other fact has one.

@@ -66,8 +66,7 @@ def calibrate(
         TypeError: `texts` hold something else than text and token ids.
 
     Warns:
-        UserWarning: the measurements do not explain the kept share; with a config, a text has fewer than
-            2 (window + block_size) tokens, so few queries measured anything.
+        UserWarning: the measurements do not explain the kept share, or a text has few tokens behind the window.
     """
     require_lm(lm)
     with contextlib.nullcontext(progress) if progress else show_progress(log=True) as report:
@@ -79,11 +78,11 @@ def calibrate(
         sequences = encode_prompts(lm, texts, "texts")
         for index, ids in enumerate(sequences):
             require_length(f"texts[{index}]", len(ids), lm, config)
-        reach, shortest = config.window + config.block_size, min(map(len, sequences))
-        if shortest < 2 * reach:
-            short = f"texts[{list(map(len, sequences)).index(shortest)}] has {shortest} tokens, fewer than"
+        shortest, least = min(sequences, key=len), 2 * (config.window + config.block_size)
+        if len(shortest) < least:
+            short = f"texts[{sequences.index(shortest)}] has {len(shortest)} tokens, fewer than"
             few = "few of its queries look past the window, so scores are uncertain"
-            warnings.warn(f"{short} 2 (window + block_size) = {2 * reach}: {few}", stacklevel=2)
+            warnings.warn(f"{short} 2 (window + block_size) = {least}: {few}", stacklevel=2)
         return _by_scores(lm, sequences, config, report)
 
 
