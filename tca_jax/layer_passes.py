@@ -25,8 +25,8 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import parameter_specs
 
-#: Axis 0 of a result or an argument is KV heads, or query heads; or axis 2 is.
-HEADS, THIRD_HEADS = PartitionSpec(MODEL), PartitionSpec(None, None, MODEL)
+#: Axis 0 of a result or an argument is KV heads, or query heads.
+HEADS = PartitionSpec(MODEL)
 #: What `layer_program` makes.
 LayerProgram = Callable[..., Any]
 #: A figure of each token from the last layer's stream: `measure(decoder, x [1, n, D], targets [1, n]) -> [1, n]`.
@@ -76,28 +76,20 @@ def layer_program(
     return jax.jit(run, static_argnames=("graphdef", "shards", *static), donate_argnums=(1,) if donate else ())
 
 
-def attention_program(
-    attend: Callable[..., Any], *, inputs: Sequence[Any] = (), measures: bool = True, **options: Any
-) -> LayerProgram:
+def attention_program(attend: Callable[..., Any], *, inputs: Sequence[Any] = (), **options: Any) -> LayerProgram:
     """The program of a layer whose attention is `attend(q, k, v, *arrays, **static) -> (attention, measured)`.
 
-    It takes the stream in front of the layer, RoPE's angles and the arrays; without `measures`, `attend` gives one.
+    It takes the stream in front of the layer, RoPE's angles and the arrays.
     """
-    return layer_program(_layer_of(attend, measures), inputs=(SAME, SAME, SAME, *inputs), **options)
-
-
-def _layer_of(attend: Callable[..., Any], measures: bool) -> Callable[..., Any]:
-    """A layer whose attention is `attend`: from the stream before it to the stream after it and the measurement."""
 
     @functools.wraps(attend)
     def run(module: Any, x: Array, cos: Array, sin: Array, *arrays: Any, **static: Any) -> tuple[Array, Any]:
         def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Any]:
-            found = attend(q, k, v, *arrays, **static)
-            return found if measures else (found, None)
+            return attend(q, k, v, *arrays, **static)
 
         return module(x, cos, sin, attention, None)[:2]
 
-    return run
+    return layer_program(run, inputs=(SAME, SAME, SAME, *inputs), **options)
 
 
 class LayerPass:
@@ -163,14 +155,14 @@ class LayerPass:
         arrays: Callable[[int], tuple[Any, ...]],
         inputs: list[Array],  # the stream in front of every layer; empty in the end
         weights: Float32[np.ndarray, " P"],
-        measure: Measure | None = None,  # None for losses
+        measure: Measure,
         **static: Any,
     ) -> Iterator[tuple[int, Any]]:
         """Derivatives of a weighted sum over tokens, last layer first; yields each layer's number and measurements.
 
         The program returns the derivative by the stream in front of the layer, and its measurements.
         """
-        output = functools.partial(_output_slope, measure=measure or _token_losses)
+        output = functools.partial(_output_slope, measure=measure)
         cotangent = self._of_decoder(output, self._x, self.targets, jnp.asarray(weights)[None])
         for number in reversed(range(len(self._layers))):
             cotangent, measured = self._of_layer(
@@ -211,12 +203,10 @@ def _embed(
     return decoder.embed(tokens), *decoder.angles(positions)
 
 
-def _token_losses(decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]) -> Float32[Array, "1 P"]:
+@layer_program
+def _losses(decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]) -> Float32[Array, "1 P"]:
     """Loss in nats of the token after each position, from the last layer's residual stream."""
     return -logprobs_of_hidden(decoder, decoder.norm(x), targets)
-
-
-_losses = layer_program(_token_losses)
 
 
 @functools.partial(layer_program, static=("measure",), derives=True)

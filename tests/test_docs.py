@@ -195,7 +195,12 @@ def shallow(tmp_path_factory):
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("profile", "profile-paper"):
         profile = Profile.load(shipped / name)
-        cut = {array: getattr(profile, array)[:layers] for array in ARRAYS}
+        if isinstance(profile, tca_jax.WorthProfile):
+            by_layer = ("maps", "head_weights", "correlation", "shares")
+            maps = {array: getattr(profile.maps, array)[:layers] for array in by_layer}
+            cut = {"maps": dataclasses.replace(profile.maps, **maps)}
+        else:
+            cut = {array: getattr(profile, array)[:layers] for array in ARRAYS}
         dataclasses.replace(profile, **cut, fingerprint=None).save(folder / name)
     return folder
 
