@@ -1,4 +1,4 @@
-"""The demo: questions about a document that was read before, with full attention, TCA, and a window of TCA's bytes."""
+"""The demo: questions about a read document under full attention, predicted worth, and a window of its bytes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tca_jax.progress import Report
 
 #: The default is the first one that is there.
 MODELS = SMOLLM2, RECALL_TINY = "smollm2", "recall-tiny"
-#: Columns: full attention, TCA, and streaming attention (first tokens and a window) with TCA's bytes.
-METHODS = "full", "tca", "window"
+#: Columns: full attention, predicted worth, and streaming attention (first tokens and a window) with its bytes.
+METHODS = "full", "worth", "window"
 #: Tasks of recall-tiny's questions, in this order; short answers, for the demo runs on any machine.
 _TASKS = ("digits", "words", "keys", "tracking", "hex", "queries", "values")
 #: Kinds of SmolLM2's facts with their values; # is a digit. Chosen by full attention's answers: of each kind, at least
@@ -76,17 +76,18 @@ class DemoResult:
 
     def summary(self) -> str:
         """The figures in one sentence."""
-        full, tca, window = self.columns.values()
+        full, worth, window = self.columns.values()
+        kept = f"predicted worth {sum(worth.right)} with {worth.share:.0%} of the KV cache"
         return (
             f"Asked after {self.tokens:,} tokens were read: full attention answers {sum(full.right)} of "
-            f"{len(self.questions)} questions, TCA {sum(tca.right)} with {tca.share:.0%} of the KV cache, a window of "
-            f"{self.window:,} tokens with {window.share:.0%} of it {sum(window.right)}."
+            f"{len(self.questions)} questions, {kept}, "
+            f"a window of {self.window:,} tokens with {window.share:.0%} of it {sum(window.right)}."
         )
 
     def lost(self) -> list[list[str]]:
-        """Questions that TCA answers and the window does not, with both answers."""
-        _, tca, window = self.columns.values()
-        of_both = zip(self.questions, tca.texts, window.texts, tca.right, window.right, strict=True)
+        """Questions that predicted worth answers and the window does not, with both answers."""
+        _, worth, window = self.columns.values()
+        of_both = zip(self.questions, worth.texts, window.texts, worth.right, window.right, strict=True)
         return [[*map(printable, each)] for *each, right, also in of_both if right and not also]
 
 
@@ -121,7 +122,7 @@ def model_line(model: str) -> str:
 def run_demo(
     checkpoint: Checkpoint, tokens: int, questions: int, seed: int, out: Path, report: Report | None = None
 ) -> DemoResult:
-    """Reads a document, asks the questions under each method, and draws what TCA keeps."""
+    """Reads a document, asks the questions under each method, and draws what predicted worth keeps."""
     report = report or (lambda step, done, total: None)
     model = RECALL_TINY if checkpoint.name == RECALL_TINY else SMOLLM2
     frame, rng = DocumentTemplate.of(checkpoint), np.random.default_rng(seed)
@@ -135,12 +136,12 @@ def run_demo(
     ids = frame.document(checkpoint, document.text, "document")[:tokens]
     full = checkpoint.load(progress=lambda done, total: report(f"loading {checkpoint.name}", done, total))
     profiles = Path(__file__).parent / "profiles" / model if model == SMOLLM2 else checkpoint.folder
-    tca = full.with_profile(Profile.load(profiles / "profile"))
+    worth = full.with_profile(Profile.load(profiles / "profile"))
     window, columns = full, dict[str, Column]()
     for name in METHODS:
         if name == "window":
-            window = with_bytes(full, "streaming", columns["tca"].share, len(ids))
-        lm = {"full": full, "tca": tca, "window": window}[name]
+            window = with_bytes(full, "streaming", columns["worth"].share, len(ids))
+        lm = {"full": full, "worth": worth, "window": window}[name]
         report(f"{name}: compiling, and reading {len(ids):,} tokens", None, None)
         context = prefill(lm, ids)
         columns[name] = column = Column(context.stats, [], [], [])
@@ -154,9 +155,9 @@ def run_demo(
             # recall-tiny was trained to answer in one form; of any other answer the value counts.
             right = is_correct(question, text, "late") if question.task in _TASKS else question.answer in text
             column.right.append(right)
-    report("drawing the tokens that TCA keeps", None, None)
+    report("drawing the tokens that are kept", None, None)
     out.mkdir(parents=True, exist_ok=True)
-    picture = plot_selected_tokens(tca, ids, out / "demo.png", around=asked[0].facts[0].line.strip())
+    picture = plot_selected_tokens(worth, ids, out / "demo.png", around=asked[0].facts[0].line.strip())
     return DemoResult(model, len(ids), window.method.cache.window, [each.text for each in asked], columns, picture)
 
 

@@ -26,7 +26,7 @@ def demo(
     seed: SeedOption = 0,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
 ) -> None:
-    """Ask questions about a long document with full attention, with TCA, and with a window of the same bytes.
+    """Ask questions about a long document under full attention, predicted worth, and a window of its bytes.
 
     The document is read once, without the questions. [bold]make models[/] fetches SmolLM2-135M-Instruct; without it,
     recall-tiny answers, which ships with the package.
@@ -46,7 +46,7 @@ def demo(
         result = lab.run_demo(checkpoint, tokens, questions, seed, out, report)
     console = Console()
     console.print(lab.result_table(result))
-    for question, tca, window in result.lost()[:1]:
-        print(f"Lost by the window: {question}\n  tca: {tca}\n  window: {window}\n")
+    for question, worth, window in result.lost()[:1]:
+        print(f"Lost by the window: {question}\n  worth: {worth}\n  window: {window}\n")
     console.print(result.summary(), highlight=False)
     console.print(f"Picture: {result.picture}", markup=False, highlight=False, soft_wrap=True)

@@ -33,10 +33,10 @@ def test_smollm2_is_the_default_once_fetched(monkeypatch):
 
 def test_the_window_loses_what_tca_answers(tmp_path):
     result = run_demo(open_model(RECALL_TINY, 3000, 1), 3000, 1, 0, tmp_path / "new")
-    full, tca, window = (result.columns[name] for name in METHODS)
-    assert [full.right, tca.right, window.right] == [[True], [True], [False]]
-    assert window.share <= tca.share < 0.5 < full.share == 1
+    full, worth, window = (result.columns[name] for name in METHODS)
+    assert [full.right, worth.right, window.right] == [[True], [True], [False]]
+    assert window.share <= worth.share < 0.5 < full.share == 1
     assert [question for question, *_ in result.lost()] == result.questions
-    assert full.stats.attended_share == 1 > tca.stats.attended_share > 0
-    assert "full attention answers 1 of 1 questions, TCA 1 with " in result.summary()
+    assert full.stats.attended_share == 1 > worth.stats.attended_share > 0
+    assert "full attention answers 1 of 1 questions, predicted worth 1 with " in result.summary()
     assert result.picture.read_bytes().startswith(b"\x89PNG")
