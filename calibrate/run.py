@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
+from tca_jax.calibration.predicted_worth import Progress
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
 from tca_jax.calibration.worth_profile import COUNT, TOKENS, WorthProfile, calibrate_worth, sources_of
@@ -22,8 +23,6 @@ from tca_jax.layer_passes import HEADS, TextPass, attention_program
 from tca_jax.methods.config import TCAConfig
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.progress import progress as show_progress
-
-Progress = Callable[[str, int, int], None]
 
 
 def calibrate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import math
 import os
 import warnings
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Float64
 
-from tca_jax.calibration.predicted_worth import WorthMaps, fit_worth, pack_texts
+from tca_jax.calibration.predicted_worth import Progress, WorthMaps, fit_worth, pack_texts
 from tca_jax.calibration.probes import FOLLOW, ProbedText, Segment, probed_texts
 from tca_jax.calibration.repetition import CHUNK, chat_frame, repetition_request, repetition_rows
 from tca_jax.engine.contexts import prefill
@@ -41,7 +42,6 @@ _SHOWN = 12  # characters of a fingerprint in a message
 _OF_MAPS = tuple(field.name for field in dataclasses.fields(WorthMaps))
 _TABLES = ("kept_table", "reading_table", "sources")
 _METADATA = ("kept", "selected", "fingerprint", "model_name", "library_version", *_TABLES)
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,14 +223,19 @@ def _verbatim(lm: Encoder, text: Prompt, name: str) -> list[int]:
 
 
 def chosen_kept(table: Sequence[Mapping[str, float]]) -> float:
-    """The smallest kept share that holds answers and the following text, or the largest that was measured."""
-    return next((row["kept"] for row in table if holds(row)), table[-1]["kept"])
+    """The smallest kept share that holds answers and the following text as all larger ones do, or the largest."""
+    return _least("kept", table, holds)
 
 
 def chosen_selected(table: Sequence[Mapping[str, float]]) -> float:
-    """The smallest selected share under which copies and facts inside a prompt stay near full attention's loss."""
-    near = (row["selected"] for row in table if max([0.0, *_known(row, "copy", "fact")]) <= MOST_NATS)
-    return next(near, table[-1]["selected"])
+    """The smallest selected share under which copies and facts inside a text stay near full attention's loss."""
+    return _least("selected", table, lambda row: max([0.0, *_known(row, "copy", "fact")]) <= MOST_NATS)
+
+
+def _least(name: str, table: Sequence[Mapping[str, float]], fits: Callable[[Mapping[str, float]], bool]) -> float:
+    """The smallest share from which on all rows fit, so that few answers decide less; or the largest share."""
+    fitting = list(itertools.takewhile(fits, reversed(table)))
+    return (fitting or table)[-1][name]
 
 
 def holds(row: Mapping[str, float]) -> bool:
@@ -246,12 +251,10 @@ def _known(row: Mapping[str, float], *names: str) -> list[float]:
 def _doubt(table: Sequence[Mapping[str, float]], name: str) -> str | None:
     """A warning about a share that the measurements do not explain."""
     if not _known(table[0], "facts"):
-        return (
-            f"{name!r} knows none of the hidden facts under full attention: copies and the following text choose kept"
-        )
-    if not any(map(holds, table)):
+        return f"{name!r} knows none of the hidden facts: copies and the following text choose kept"
+    if not holds(table[-1]):
         bounds = f"{LEAST_KNOWN:.0%} of the facts within {MOST_FOLLOWING:.0%} of the following text's loss"
-        return f"no measured share holds {bounds}: kept = {table[-1]['kept']}, the largest; see kept_table"
+        return f"not even the largest measured share holds {bounds}: kept = {table[-1]['kept']}; see kept_table"
     return None
 
 

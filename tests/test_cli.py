@@ -23,7 +23,7 @@ from tca_jax.errors import UserTypeError
 from tca_jax.loading import SHIPPED, shipped_profile
 
 SMALL = ["--window=16", "--block-size=8"]
-quiet = pytest.mark.filterwarnings("ignore:'model' knows none", "ignore:no measured share")
+quiet = pytest.mark.filterwarnings("ignore:'model' knows none", "ignore:not even the largest")
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_profile_show_has_all_of_predicted_worth(tmp_path):
     profile.save(tmp_path)
     shown = run("profile", "show", tmp_path).stdout
     assert "tiny: predicted worth, 2 layers of 2 KV heads" in shown
-    assert "kept = 0.25: the smallest measured share that holds 97% of the facts" in shown
+    assert "kept = 0.25: the smallest measured share from which on all hold 97% of the facts" in shown
     assert re.search(r"25\.0% +98\.0% +- +\+0\.4%", shown)
     assert re.search(r"10\.0% +30\.0% +\+1\.0% +\+0\.02 +-", shown)
     record = json.loads(run("profile", "show", tmp_path, "--json").stdout)

@@ -59,12 +59,12 @@ def test_generation_ends_at_the_checkpoints_stop_tokens(folder, tmp_path):
 
 
 def test_a_profile_is_applied_and_taken_off(folder, lm, tmp_path):
-    profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA, criterion="retained_mass")
+    profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA)
     profile.save(tmp_path / "profile")
     with_tca = tca_jax.load(folder, profile=tmp_path / "profile")
     assert with_tca.method == methods.configured(profile.config, profile.candidates)
     assert tca_jax.load(folder, profile=profile).method == with_tca.method
-    other = tca_jax.calibrate(tiny_lm(seed=5), [random_prompt(1, 200)], TCA, criterion="retained_mass")
+    other = tca_jax.calibrate(tiny_lm(seed=5), [random_prompt(1, 200)], TCA)
     with pytest.raises(ValueError, match="profile"):
         tca_jax.load(folder, profile=other)
     prompt = random_prompt(2, 150)

@@ -118,12 +118,6 @@ WRONG_TYPES = [
     (lambda: tokens([[1.0] * 4]), "tokens has dtype float32: must be integers"),
     (lambda: tca_jax.load(b"recall-tiny"), "name_or_path is of type bytes: must be a string or a path"),
     (lambda: tca_jax.load("recall-tiny", profile=5), "profile is of type int: must be a Profile, a folder"),
-    (lambda: tca_jax.load("recall-tiny", "shipped", kept=1.5), r"kept = 1\.5: must be in \(0, 1\]"),
-    (lambda: tca_jax.load("recall-tiny", kept=0.5), r"kept = 0\.5: goes with a profile of predicted worth"),
-    (
-        lambda: tca_jax.load("recall-tiny", Profile.uniform(CONFIG, 6, 4, 0), kept=0.5),
-        r"kept = 0\.5: goes with a profile of predicted worth, not with one of the paper's rule",
-    ),
     (lambda: Profile.load(None), "directory is of type NoneType"),
     (lambda: generate(context="context"), "context is of type str: must be a Context, from tca_jax.prefill"),
     (lambda: generate(stop=5), "stop = 5: must be a string or a sequence of strings"),
@@ -140,6 +134,12 @@ WRONG_TYPES = [
     (lambda: lm().with_method(methods.get("full"), sinks=3), r"options \['sinks'\] go with a method's name"),
 ]
 WRONG_VALUES = [
+    (lambda: tca_jax.load("recall-tiny", "shipped", kept=1.5), r"kept = 1\.5: must be in \(0, 1\]"),
+    (lambda: tca_jax.load("recall-tiny", kept=0.5), r"kept = 0\.5: goes with a profile of predicted worth"),
+    (
+        lambda: tca_jax.load("recall-tiny", Profile.uniform(CONFIG, 6, 4, 0), kept=0.5),
+        r"kept = 0\.5: goes with a profile of predicted worth, not with one of the paper's rule",
+    ),
     # arrays
     (lambda: attend(rows=np.array([5])), r"candidates = \[5\]: must lie in \[0, 4\]"),
     (lambda: attend(rows=np.array([0, 0])), r"candidates has shape \(2,\): must be \[Hkv = 1\]"),

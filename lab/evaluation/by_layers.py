@@ -28,6 +28,7 @@ from tca_jax.methods.base import CachePolicy, Heads, Method, compact, last_queri
 from tca_jax.methods.full import BASELINE, FullPrefill
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Selection
+from tca_jax.methods.scored import ScoredCache
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
@@ -72,8 +73,8 @@ def read_full(lm: LM, ids: Sequence[int]) -> FullRead:
 def read_by(lm: LM, full: FullRead) -> MaskedRead:
     """The tokens that the model's method keeps of a document; ValueError if each step reads others (Quest)."""
     method, lengths, layers = lm.method, jnp.asarray([len(full.ids)]), full.layers
-    masked = type(method.cache).attended is CachePolicy.attended
-    require(masked, f"{method.name} chooses what each step attends to, which is no mask: use tca-jax eval")
+    masked = type(method.cache).attended is CachePolicy.attended and not isinstance(method.cache, ScoredCache)
+    require(masked, f"{method.name} chooses what each step attends to, or by hidden states: use tca-jax eval")
     if not isinstance(method.prefill, FullPrefill):
         layers = list(_read(lm, TextPass(lm, full.ids)))
     if method.cache.reader is None:

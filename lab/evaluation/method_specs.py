@@ -19,6 +19,7 @@ from tca_jax.methods.written import Parts, joined, parse_parts
 
 #: The method of the profile of the paper's rule, which a model may ship with; that of a profile of predicted worth.
 PAPER, WORTH = "paper", "worth"
+_NAMED: dict[str, tuple[str, ...]] = {PAPER: (), WORTH: ("kept", "selected")}
 _OPTION = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -35,7 +36,7 @@ def parse_methods(text: str) -> tuple[MethodSpec, ...]:
     require(labels, "--methods is empty: at least one is needed")
     for label in labels:
         require(labels.count(label) == 1, f"--methods names {label!r} twice")
-    return tuple(MethodSpec(label, parse_parts(label, "--methods", (PAPER, WORTH))) for label in labels)
+    return tuple(MethodSpec(label, parse_parts(label, "--methods", _NAMED)) for label in labels)
 
 
 def parse_labels(text: str) -> list[str]:
@@ -90,12 +91,10 @@ class Builder:
 
     def _worth(self, spec: MethodSpec) -> WorthProfile:
         """The profile of predicted worth, with the options of the method."""
-        found, options = self.profile, dict(spec.parts[0][1])
+        found = self.profile
         if not isinstance(found, WorthProfile):
             raise UserError(f"--methods {spec.label}: needs --profile DIR, from tca-jax calibrate")
-        unknown = sorted(set(options) - {"kept", "selected"})
-        require(not unknown, f"--methods {spec.label}: {WORTH} takes kept and selected, not {unknown}")
-        return found.with_kept(**options)
+        return found.with_kept(**spec.parts[0][1])
 
     def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:
         """A registered name, or two, and all options as `lm.with_method` takes them."""

@@ -66,6 +66,9 @@ def named_methods(
             else:
                 yield Named(label, share, built.lm)
     for name, profile in read.items():
+        if isinstance(profile, WorthProfile):
+            print(f"{name} is left out: python -m tca_jax.lab.worth measures predicted worth by masks", flush=True)
+            continue
         yield Named(f"tca, {name}", None, lm.with_profile(profile))
 
 

@@ -114,9 +114,10 @@ def _why_kept(profile: WorthProfile) -> str:
 
     if not profile.kept_table or profile.kept != chosen_kept(profile.kept_table):
         return "as it was asked for"
-    rule = f"holds {LEAST_KNOWN:.0%} of the facts, and the following text's loss within {MOST_FOLLOWING:.0%}"
-    smallest = any(map(holds, profile.kept_table))
-    return f"the smallest measured share that {rule}" if smallest else f"the largest measured share; none {rule}"
+    rule = f"hold {LEAST_KNOWN:.0%} of the facts, and the following text's loss within {MOST_FOLLOWING:.0%}"
+    if holds(profile.kept_table[-1]):
+        return f"the smallest measured share from which on all {rule}"
+    return f"the largest measured share, which does not {rule}"
 
 
 def _why_selected(profile: WorthProfile) -> str:

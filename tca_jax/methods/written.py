@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tca_jax.errors import require, require_name
@@ -13,7 +14,7 @@ from tca_jax.methods.registry import names, option_names
 Parts = tuple[tuple[str, Mapping[str, Any]], ...]
 
 
-def parse_parts(text: str, option: str, more: Sequence[str] = ()) -> Parts:
+def parse_parts(text: str, option: str, more: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Parts:
     """The parts of a method such as "random:share=0.25" or "full+streaming:window=512,sinks=8".
 
     Commas stand between options, and a plus between a prefill and a cache, each with its own options. Values are
@@ -22,7 +23,7 @@ def parse_parts(text: str, option: str, more: Sequence[str] = ()) -> Parts:
     Args:
         text: The method.
         option: What messages begin with: the option of the command line.
-        more: Names that are no registered methods and are allowed here, without options.
+        more: Names that are no registered methods and are allowed here, with their options.
 
     Raises:
         ValueError: a name is not registered, or an option unknown.
@@ -30,7 +31,7 @@ def parse_parts(text: str, option: str, more: Sequence[str] = ()) -> Parts:
     return tuple(_part(part, f"{option} {text}", more) for part in text.split("+"))
 
 
-def _part(text: str, where: str, more: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
+def _part(text: str, where: str, more: Mapping[str, Sequence[str]]) -> tuple[str, Mapping[str, Any]]:
     name, _, listed = text.partition(":")
     known = (*names(), *more)
     require_name(f"{where}: {name!r} is not registered", name, known)
@@ -39,7 +40,7 @@ def _part(text: str, where: str, more: Sequence[str]) -> tuple[str, Mapping[str,
         key, equals, value = option.partition("=")
         require(equals, f"{where}: {option!r} must be written as option=value")
         options[key] = _value(value)
-    taken = () if name in more else option_names(name)
+    taken = more[name] if name in more else option_names(name)
     for key in options:
         require_name(f"{where}: {name} has no option {key!r}", key, taken)
     return name, options

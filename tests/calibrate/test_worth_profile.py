@@ -139,6 +139,7 @@ def test_everything_kept_and_selected_is_full_attention(fitted, lm):
     ("rows", "kept"),
     [
         ([(0.1, 0.9, 1.0, 0.0), (0.2, 0.97, 0.0, 0.01), (0.5, 1.0, 1.0, 0.0)], 0.2),
+        ([(0.1, 0.99, 1.0, 0.0), (0.2, 0.9, 1.0, 0.0), (0.5, 1.0, 1.0, 0.0)], 0.5),  # 0.1 holds by chance
         ([(0.1, 0.99, 1.0, 0.02), (0.2, 0.9, 1.0, 0.0), (0.5, 0.5, 1.0, 0.0)], 0.5),  # none holds
         ([(0.1, math.nan, 0.9, 0.0), (0.2, math.nan, 1.0, 0.0)], 0.2),  # copies where no fact is known
         ([(0.1, math.nan, math.nan, 0.02), (0.2, math.nan, math.nan, 0.0)], 0.2),

@@ -65,7 +65,7 @@ def test_predicted_worth_comes_from_its_profile(lm):
     assert build_within(lm, "worth", 0.1, found).own_budget
     for text, given, message in (
         ("worth", profile(), "--methods worth: needs --profile DIR, from tca-jax calibrate"),
-        ("worth:share=0.5", found, r"worth takes kept and selected, not \['share'\]"),
+        ("worth:share=0.5", found, r"worth has no option 'share': must be one of"),
         ("full+worth", found, "worth is no part of a pair"),
         ("tca", found, "needs --profile DIR, from tca-jax calibrate --paper"),
     ):

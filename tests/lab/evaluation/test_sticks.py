@@ -126,7 +126,6 @@ def test_methods_are_named_by_share_and_profile(profiles):
         (f"snapkv:{METHOD}", 0.7),
         ("duoattention", 0.7),
         ("tca, paper", None),
-        ("tca, worth", None),
     ]
     assert 0.6 < held_share(found[1].lm, TOKENS) <= 0.7
     duoattention = found[2].lm.method
@@ -176,7 +175,7 @@ def test_facts_are_unknown_lost_or_right():
 def test_late_facts_and_reading_losses_of_a_model(checkpoint, folder, tmp_path, capsys, monkeypatch, profiles):
     monkeypatch.setattr(reading_loss, "repeating_document", functools.partial(repeating_document, repeats=2))
     out = tmp_path / "records.jsonl"
-    options = {"documents": 1, "texts": folder, "profile": [f"small={profiles['worth']}"]}
+    options = {"documents": 1, "texts": folder, "profile": [f"small={profiles['paper']}"]}
     late_facts.main(str(checkpoint), out, methods="full,streaming", shares="0.01,0.5", tokens=TOKENS, **options)
     printed = capsys.readouterr().out
     assert "streaming at 1% is left out" in printed
