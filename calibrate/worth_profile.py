@@ -218,7 +218,7 @@ def packed_texts(
     return [packed[i] for i in np.linspace(0, len(packed) - 1, count).round().astype(int).tolist()], chunk
 
 
-def _verbatim(lm: Encoder, text: Prompt, name: str) -> list[int]:
+def _verbatim(lm: Encoder, text: Any, name: str) -> list[int]:
     return encode_verbatim(lm, text, name) if isinstance(text, str | bytes) else encode_prompt(lm, text, name)
 
 
@@ -290,8 +290,7 @@ def _measure(
     reading_table = []
     for share in _SELECTED:
         under = lm.with_profile(profile.with_kept(1.0, share))
-        found = [tell(_losses(under, each)) for each in probed]
-        attended, plain, copy, fact = _means(found)
+        attended, plain, copy, fact = _means([tell(_losses(under, each)) for each in probed])
         _, plain_full, copy_full, fact_full = _means(full)
         row = {"selected": share, "attended": attended, "plain": plain / plain_full - 1}
         reading_table.append(row | {"copy": copy - copy_full, "fact": fact - fact_full})

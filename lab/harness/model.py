@@ -242,11 +242,11 @@ def load_model(
     checkpoint = open_checkpoint(pretrained, revision)
     found = checkpoint.read_profile(profile)
     if found is not None and method is not None:
-        known = options_of(found)
+        calibrated = options_of(found)
         taken = {name for part in method.split("+") for name in option_names(part)}
         nothing = f"it takes nothing of a {type(found).__name__}"
-        require(set(known) & taken, f"method = {method!r} with a profile: {nothing}")
-        options = with_known(method, known, options)
+        require(set(calibrated) & taken, f"method = {method!r} with a profile: {nothing}")
+        options = with_known(method, calibrated, options)
     lm = checkpoint.load(found, **stored)
     return lm if method is None else lm.with_method(method, **options)
 
