@@ -189,10 +189,13 @@ WRONG_VALUES = [
     (lambda: with_known("full+random", {}, {"window": 8}), r"has no part \['window'\]"),
     (lambda: methods.register("full", methods.get), "name = 'full' is registered already; pass replace=True"),
     (lambda: methods.register("a+b", methods.get), r"name = 'a\+b': must be a non-empty string without '\+'"),
-    (lambda: parse_parts("nosuch", "--method", ["mine"]), r"^--method nosuch: 'nosuch' is not registered: .*'mine'"),
+    (
+        lambda: parse_parts("nosuch", "--method", {"mine": ()}),
+        r"^--method nosuch: 'nosuch' is not registered: .*'mine'",
+    ),
     (lambda: parse_parts("random:share", "--method"), r"^--method random:share: 'share' must be written as option=va"),
     (lambda: parse_parts("random:bytes=1", "--method"), r"random has no option 'bytes': must be one of \[.*'share'"),
-    (lambda: parse_parts("mine:a=1", "--method", ["mine"]), r"mine has no option 'a': must be one of \[\]$"),
+    (lambda: parse_parts("mine:a=1", "--method", {"mine": ()}), r"mine has no option 'a': must be one of \[\]$"),
     (lambda: joined(parse_parts(f"{HALF}+random", "-m"), "-m x"), "^-m x: joins a method with itself under other"),
     # models and files
     (lambda: tca_jax.load("x" * 3000), "name_or_path has 3,000 characters: must have at most 1,024"),
