@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkab
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from tca_jax.errors import require
 from tca_jax.methods.regions import Regions, Selected, Selection
@@ -111,18 +111,6 @@ class Heads:
     def widest(self, values: Sequence[int]) -> tuple[int, ...]:
         """Of a number for each of the model's KV heads, the largest that any device has at each place."""
         return tuple(np.asarray(values)[np.asarray(self.of_devices)].max(axis=0).tolist())
-
-    def places(self, mask: Bool[np.ndarray, " H"]) -> Int[Array | np.ndarray, " n"]:
-        """Places among these heads of those for which a mask of the model's heads holds.
-
-        As many as on the device that has most: one that has fewer gets the number of its heads, which is no head's
-        place, for the rest.
-        """
-        own = self.of(mask)
-        if isinstance(own, np.ndarray):
-            return np.flatnonzero(own)
-        most = int(mask[np.asarray(self.of_devices)].sum(axis=1).max())
-        return jnp.flatnonzero(own, size=most, fill_value=own.size)
 
 
 class CachePolicy(abc.ABC):
