@@ -8,31 +8,30 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int32
 
+from tca_jax.engine import read
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
+from tca_jax.engine.pages import Numbers, Rows
 from tca_jax.engine.prompts import bucket_length, pad_tokens
-from tca_jax.engine.read import own_reader, require_finite
 from tca_jax.errors import UserError, require
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.programs import Program, results_of
-from tca_jax.serve import programs
+from tca_jax.programs import results_of
 from tca_jax.serve.batch import Batch, Request, StepOutput, is_intact
 from tca_jax.serve.constraints import packed_mask
 from tca_jax.serve.documents import Document, Documents, document_id
-from tca_jax.serve.pages import FreePages
+from tca_jax.serve.pages import Widths, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
-# Tokens times layers of a part; a layer is the least. Running answers wait as long as a part takes: for a layer of
+# Tokens times layers between two steps; a layer is the least. Running answers wait as long as they take: for a layer of
 # LLaMA-3.1-8B at 131,072 tokens 57 TFLOP of matrix products, a tenth of a second of an H200, and its attention.
 _PART_TOKENS = 131_072
 _COMPILERS = 2  # threads
@@ -41,15 +40,15 @@ _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """The rounds of the engine's thread. Other threads call `require_pages`, `require_room` and `pages` alone.
+    """The rounds of the engine's thread. Other threads call `require_pages` and `require_room` alone.
 
     Requests get pages in order of arrival: after one that waits for pages, none takes any, unless it already pins its
     document, which only its end unpins. So each request that waits comes to its turn.
     """
 
-    def __init__(self, lm: LM, documents: Documents, max_rows: int, answer_tokens: int, backend: Backend) -> None:
-        self._lm, self._documents = lm, documents
-        self._batch = Batch(lm, documents, max_rows, answer_tokens, backend)
+    def __init__(self, lm: LM, documents: Documents, max_rows: int, backend: Backend) -> None:
+        self._lm, self._documents, self._pool = lm, documents, documents.pool
+        self._batch = Batch(lm, documents.pool, max_rows, backend)
         self._prefiller = Prefiller(lm, documents, backend, self._recover)
         self._waiting: list[Request] = []
         self._arrivals = itertools.count()
@@ -58,24 +57,18 @@ class Scheduler:
 
     # What other threads call
 
-    @property
-    def pages(self) -> FreePages:
-        """Pages of answers."""
-        return self._batch.free
-
     def require_pages(self, tokens: int) -> None:
         """Raises ValueError if a document of so many tokens can never be held."""
-        needed = self._lm.cache_layout(1, bucket_length(tokens)).num_pages
-        total = self._documents.free.total
+        needed, total = read.num_pages(self._lm, self._lm.cache_layout(1, bucket_length(tokens))), self._pool.documents
         require(needed <= total, f"{tokens:,} tokens need {needed:,} pages: the engine holds {total:,} (pages)")
 
     def require_room(self, document_tokens: int, own_tokens: int) -> None:
         """Raises ValueError if a question and its answer can never be held."""
-        needed = self._batch.own_layout(document_tokens, own_tokens).num_pages
+        needed, _ = self._batch.own_pages(document_tokens, own_tokens)
         require(
-            needed <= self.pages.total,
+            needed <= self._pool.answers,
             f"question and answer of up to {own_tokens:,} tokens need {needed:,} pages: all rows of the engine "
-            f"together have {self.pages.total:,} (answer_tokens, max_rows)",
+            f"together have {self._pool.answers:,} (answer_tokens, max_rows)",
         )
 
     # What its own thread calls
@@ -113,8 +106,9 @@ class Scheduler:
         """
         documents = self._documents
         under_way = documents.move()
-        for document, error in documents.failures():
-            for request in [each for each in self._waiting if each.document is document and each.table is None]:
+        while documents.failures:
+            document, error = documents.failures.pop(0)
+            for request in [each for each in self._waiting if each.document is document and not each.reserved]:
                 self._fail(request, error)
             self._recover(error)
         under_way |= documents.store()
@@ -125,11 +119,11 @@ class Scheduler:
             try:
                 self._step(is_called)
             except Exception as error:
+                self._recover(error)
                 for request in self._batch.requests:
                     self._fail(request, error)
-                self._recover(error)
-        for document in documents.lost():
-            self._read_again(document)
+        while documents.lost:
+            self._read_again(documents.lost.pop(0))
             worked = True
         return True if worked else None if under_way or self._waiting or not self._prefiller.is_idle else False
 
@@ -149,23 +143,24 @@ class Scheduler:
 
     def _recover(self, error: Exception) -> None:
         """Replaces the arrays that a failed program has consumed: rows of the batch fail, other requests restart."""
-        batch, pool = self._batch.is_intact, is_intact(self._documents.pool)
+        batch, pool = self._batch.is_intact, is_intact(self._pool.arrays)
         if batch and pool:
             return
         _log.error("the batch begins again after an error", exc_info=error)
+        self._batch.broken = True  # its pages are freed together
         for request in self._batch.requests:
             self._fail(request, error)
         for request in self._waiting:
             self._begin_again(request)
-        if not batch:
-            self._batch.begin_again()
+        self._batch.begin_again()
         if not pool:
+            self._prefiller.begin_again()
             self._documents.renew()
 
     def _begin_again(self, request: Request) -> None:
         """Frees the pages of a request that is not in the batch; it waits again."""
-        self._batch.give_back_pages(request)
-        request.table = request.own = request.logits = None
+        self._batch.end(request)
+        request.logits = None
         request.fed = 0
         if request.document.named:
             self._unpin(request)
@@ -220,9 +215,9 @@ class Scheduler:
             raise document.error
         if request.needed_pages:  # later requests do not take the pages of its target
             self._wait_for_room(request, request.needed_pages)
-        if request.table is None and not (self._is_here(request) and self._begin(request)):
+        if not request.reserved and not (self._is_here(request) and self._begin(request)):
             return False
-        if request.fed < len(request.new) or request.own is None:
+        if request.fed < len(request.new) or request.logits is None:
             self._batch.feed(request)
             if request.fed < len(request.new):
                 return True
@@ -254,10 +249,10 @@ class Scheduler:
             self._first_blocked = min(self._first_blocked, request.arrival)
 
     def _begin(self, request: Request) -> bool:
-        """Gives a request pages of its own; false without enough pages, or without a row for its answer."""
-        layout = self._batch.own_layout(len(request.document.tokens), len(request.new) + request.max_new_tokens)
+        """Gives a request a row of its own; false without enough pages, or without a place in the batch."""
+        pages, _ = self._batch.own_pages(len(request.document.tokens), request.own_tokens)
         has_row = request.target is not None or self._batch.free_slot is not None
-        if self._answers_blocked or not has_row or layout.num_pages > self.pages.free:
+        if self._answers_blocked or not has_row or pages > self._pool.free_answers:
             self._answers_blocked = True
             return False
         pinned = request.pins
@@ -267,7 +262,7 @@ class Scheduler:
                 self._unpin(request)
             return False
         self._documents.touch(request.document)
-        self._batch.take_pages(request, layout)
+        self._batch.begin(request)
         return True
 
     def _pin(self, request: Request) -> None:
@@ -280,9 +275,10 @@ class Scheduler:
 
     def _become(self, request: Request, target: Document) -> bool:
         """Enters the target of a request; without room the request restarts, for others may need its pages."""
-        assert request.own is not None
+        assert request.held is not None
         self._require_finite(request, bool(np.isfinite(on_host(request.logits)).all()))
-        request.needed_pages = self._documents.enter_joined(target, request.document, request.own, self._batch.pool)
+        table = self._batch.table_of(request)
+        request.needed_pages = self._documents.enter_row(target, request.document, table, request.held)
         if request.needed_pages:
             self._wait_for_room(request, request.needed_pages)
             self._begin_again(request)
@@ -310,7 +306,7 @@ class Scheduler:
         if not finite:
             tokens = np.asarray([request.tokens], np.int32)
             lengths, finite_rows = np.asarray([tokens.shape[1]], np.int32), np.zeros(1, bool)
-            require_finite(self._lm, tokens, lengths, finite_rows, "prompts")
+            read.require_finite(self._lm, tokens, lengths, finite_rows, "prompts")
 
     def _hand_out(self, output: StepOutput) -> None:
         """Gives streams their new tokens, and ends those that have ended."""
@@ -375,24 +371,25 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         if request in self._waiting:
             self._waiting.remove(request)
-        if request.slot is not None:
-            self._batch.rows[request.slot], request.slot = None, None
-        self._batch.give_back_pages(request)
         self._unpin(request)
+        try:
+            self._batch.end(request)
+        except Exception as error:
+            self._recover(error)
 
     def _kept(self, request: Request) -> str | None:
         """The id of the document that a row's tokens become; None where there is no room for it."""
         assert request.stream is not None
-        assert request.slot is not None
+        assert request.held is not None
         fed = request.stream.tokens[: request.streamed - 1]
         tokens, parts = request.tokens + fed, (*request.document.parts, len(request.new) + len(fed))
         id_ = document_id(self._lm, tokens, parts, named=True)
         found = self._documents.get(id_)
         if found is None or found.state == "failed":
             document = Document(id_, tokens, parts, named=True)
-            own = self._batch.own_row(request.slot)
+            table = self._batch.table_of(request)
             try:
-                if self._documents.enter_joined(document, request.document, own, self._batch.pool):
+                if self._documents.enter_row(document, request.document, table, request.held):
                     return None
             except UserError:  # there never will be room
                 return None
@@ -400,90 +397,92 @@ class Scheduler:
         return id_
 
 
-@dataclasses.dataclass(eq=False)
-class PrefillState:
-    """Documents that are being read together."""
-
-    documents: list[Document]
-    layout: CacheLayout
-    tokens: Int32[np.ndarray, "B L"]  # right-padded
-    lengths: Int32[np.ndarray, " B"]
-    pages: Int32[np.ndarray, "D P"]  # reserved for them
-    programs: collections.deque[Future[tuple[Callable[..., Any], float]]]  # of the parts left, with compile seconds
-    arguments: Any  # of the next part, on the devices; in the end a `PrefillResult`
-
-
 class Prefiller:
-    """Reads documents in order of arrival, short ones together, a group of layers at a time.
+    """Reads documents in order of arrival, short ones together, some layers at a time.
 
     Programs compile in threads of their own, while answers go on. `recover` is called after each error, which may have
-    consumed the pool of documents. `waits` is the arrival of the document that waits for pages of others.
+    consumed the pool. `waits` is the arrival of the document that waits for pages of others.
     """
 
     def __init__(self, lm: LM, documents: Documents, backend: Backend, recover: Callable[[Exception], None]) -> None:
-        self._lm, self._program_lm, self._documents, self._backend = lm, lm.for_programs(), documents, backend
+        self._lm, self._documents, self._pool, self._backend = lm, documents, documents.pool, backend
         self._recover, self.waits = recover, math.inf
         self._waiting: collections.deque[Document] = collections.deque()
-        self._current: PrefillState | None = None
+        self._current: list[Document] = []
+        self._steps: Any = None  # of reading these, from `_read`
+        self._next: tuple[Future[Any], int] = Future(), 0
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="tca-jax-compile")
 
     def add(self, document: Document, *, first: bool = False) -> None:
         """Adds a document, in front of all others if it is `first`."""
-        if first:
-            self._waiting.appendleft(document)
-        else:
-            self._waiting.append(document)
+        (self._waiting.appendleft if first else self._waiting.append)(document)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be read."""
-        return not self._waiting and self._current is None
+        return not (self._waiting or self._current)
 
     def close(self) -> None:
         """Ends its threads after their compilations, without waiting."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
+    def begin_again(self) -> None:
+        """Reads the current documents from their beginning."""
+        self._waiting.extendleft(reversed(self._end()))
+
     def read_on(self, before: float) -> bool:
-        """Reads a part of the next documents that arrived `before`; false if none fits, or its program compiles."""
-        state = self._current or self._begin(before)
-        if state is None:
+        """Reads on in the next documents that arrived `before`; false if none fits, or its program compiles."""
+        if not (self._current or self._begin(before)):
             return False
-        if not any(map(_is_wanted, state.documents)):
-            self._end()
-            for document in state.documents:
+        if not any(map(_is_wanted, self._current)):
+            for document in self._end():
                 self._documents.drop(document)
             return True
-        if not state.programs[0].done():
+        if not self._next[0].done():
             return False
+        left = _PART_TOKENS
         try:
-            self._read_part(state)
-        except Exception as error:
+            while self._next[0].done() and (self._next[1] <= max(left, 0) or left == _PART_TOKENS):
+                left -= self._next[1]
+                self._next = next(self._steps)
+            # Waited for, so that an error is that of these documents, and a new request waits for this part at most.
+            jax.block_until_ready(self._pool.arrays)
+        except StopIteration:
             self._end()
-            self._fail(state.documents, error)
+        except Exception as error:
+            for document in self._end():
+                self._documents.fail(document, error)
+            self._recover(error)
         return True
 
-    def _begin(self, before: float) -> PrefillState | None:
+    def _end(self) -> list[Document]:
+        """Ends the current reading, of these documents, and frees its pages."""
+        documents, self._current = self._current, []
+        if self._steps is not None:
+            self._steps.close()
+        return documents
+
+    def _begin(self, before: float) -> bool:
         """Starts the document that waits longest, and short ones with it, if there are pages for them."""
         for document in [each for each in self._waiting if not _is_wanted(each)]:
             self._waiting.remove(document)
             self._documents.drop(document)
         self.waits = math.inf
         if not self._waiting or self._waiting[0].arrival > before:
-            return None
+            return False
         group = self._group()
         layout = self._lm.cache_layout(len(group), bucket_length(max(len(each.tokens) for each in group)))
-        pages = self._documents.reserve(layout.num_pages)
-        if pages is None:
-            if self._documents.would_have_room(layout.num_pages):
+        count = read.num_pages(self._lm, layout)
+        if not self._documents.make_room(count):
+            if self._documents.would_have_room(count):
                 self.waits = group[0].arrival
-            return None
+            return False
         for document in group:
             self._waiting.remove(document)
-        tokens, lengths = pad_tokens([each.tokens for each in group], self._lm.pad_token_id)
-        parts = collections.deque(self._programs(tokens, lengths, layout))
-        self._current = PrefillState(group, layout, tokens, lengths, pages, parts, (tokens, lengths))
-        wait([parts[0]], _COMPILE_WAIT_SECONDS)
-        return self._current
+        self._current, self._steps = group, self._read(group, layout, self._pool.allocator.take(count))
+        self._next = next(self._steps)
+        wait([self._next[0]], _COMPILE_WAIT_SECONDS)
+        return True
 
     def _group(self) -> list[Document]:
         """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
@@ -491,59 +490,76 @@ class Prefiller:
         if first > _TOGETHER_TOKENS:
             return [self._waiting[0]]
         same = [each for each in self._waiting if bucket_length(len(each.tokens)) == first]
-        fit = self._documents.free.total // self._lm.cache_layout(1, first).num_pages
+        fit = self._pool.documents // read.num_pages(self._lm, self._lm.cache_layout(1, first))
         most = min(len(same), fit, max(1, _TOGETHER_TOKENS // first))
         return same[: 1 << (most.bit_length() - 1)]
 
-    def _programs(
-        self, tokens: Int32[np.ndarray, "B L"], lengths: Int32[np.ndarray, " B"], layout: CacheLayout
-    ) -> list[Future[tuple[Callable[..., Any], float]]]:
-        """The programs of all parts; missing ones start to compile."""
-        lm, static = self._program_lm, {"layout": layout, "backend": self._backend}
-        layers, of_part = lm.config.num_layers, max(1, _PART_TOKENS // tokens.size)
-        if of_part >= layers or own_reader(lm, layout):
-            return [self._compilers.submit(programs.read.prepare, lm, tokens, lengths, **static)]
-        ends = [*range(of_part, layers, of_part), layers]
-        parts = list(zip([0, *ends], ends, strict=False))
-        first = self._compilers.submit(programs.read_first.prepare, lm, tokens, lengths, layers=parts[0], **static)
+    def _read(self, group: list[Document], layout: CacheLayout, pages: Numbers) -> Iterator[tuple[Future[Any], int]]:
+        """Reads documents into pages; yields each program before it runs, while it compiles, and its tokens."""
+        lm, pool, programs = self._lm.for_programs(), self._pool, list[Future[Any]]()
+        tokens, lengths = pad_tokens([each.tokens for each in group], lm.pad_token_id)
+        options: dict[str, Any] = {"layout": layout, "backend": self._backend, "graphdef": lm.layer_graphdef}
+        table = pool.on_device(pool.empty_table(lm, len(group), Widths.of_layout(lm, layout)))
+        table = dataclasses.replace(table, free=pool.free_pages(pages, len(pages[0])))
+        empty = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), pool.lend(table))
 
-        def after_first(program: Program, part: tuple[int, int]) -> tuple[Callable[..., Any], float]:
-            return program.prepare(lm, *results_of(first.result()[0]), layers=part, **static)
+        def submit(function: Callable[..., Any], *args: Any, **static: Any) -> Future[Any]:
+            programs.append(self._compilers.submit(function, *args, **static))
+            return programs[-1]
 
-        more = [self._compilers.submit(after_first, programs.read_more, part) for part in parts[1:-1]]
-        return [first, *more, self._compilers.submit(after_first, programs.read_last, parts[-1])]
+        def of_layer(number: int, x: Any, cos: Any, sin: Any, shares: Any, rows: Rows) -> tuple[Any, ...]:
+            weights, of_rows = lm.layer_params(number), (lengths, lengths)
+            return lm.without_weights(), weights, x, shares, rows, cos, sin, *of_rows, np.int32(number)
 
-    def _read_part(self, state: PrefillState) -> None:
-        program, _ = state.programs.popleft().result()
-        # Waited for, so that an error is that of these documents, and a new request waits for one part at most.
-        state.arguments = jax.block_until_ready(program(self._program_lm, *state.arguments))
-        if state.programs:
-            return
-        found: programs.PrefillResult = state.arguments
-        finite, shares, logits = on_host((found.finite, found.attended_share, found.logits))
-        self._end()  # the documents take the reserved pages
-        for row, document in enumerate(state.documents):
-            own = slice(row, row + 1)
+        def layer(number: int) -> Any:
+            given = of_layer(number, *results_of(begin.result()[0])[:4], empty)
+            return read.layer_program.prepare(*given, **options, layer=read.static_layer(lm.method, number))
+
+        def last() -> Any:
+            x, _, _, shares, _ = results_of(begin.result()[0])
+            return read.end_program.prepare(lm, x, lengths, shares)
+
+        try:
+            if lm.method.cache.reader is not None and layout.has_ranked_blocks:
+                own = submit(read.read, lm, tokens, lengths, lengths, layout, backend=self._backend)
+                yield own, 0
+                logits, rows, shares = on_host(own.result()[:3])
+                self._enter(group, logits, shares, rows)
+                return
+            begin = submit(read.begin_program.prepare, lm, tokens, lengths, layout=None, more_pages=0)
+            same = read.static_layer(lm.method, 0) is None
+            of_layers = [submit(layer, number) for number in range(1 if same else lm.config.num_layers)]
+            end = submit(last)
+            yield begin, 0
+            x, cos, sin, shares, _ = begin.result()[0](lm, tokens, lengths)
+            for number in range(lm.config.num_layers):
+                program = of_layers[0 if same else number]
+                yield program, tokens.size
+                x, shares, rows = program.result()[0](*of_layer(number, x, cos, sin, shares, pool.lend(table)))
+                table = pool.take_back(rows)
+            yield end, 0
+            self._enter(group, *on_host((*end.result()[0](lm, x, lengths, shares), table)))
+        finally:
+            for program in programs:
+                program.cancel()
+            pool.allocator.release(pages)  # documents use what they need of them
+
+    def _enter(self, group: list[Document], logits: Any, shares: Any, rows: Rows) -> None:
+        """Enters documents that were read: rows of the engine's pool, or in the host's memory with one of their own."""
+        nothing: Any = {"k": None, "v": None, "free": None}
+        table = dataclasses.replace(rows, **nothing)
+        for row, document in enumerate(group):
+            own, of_row, share = slice(row, row + 1), row_of(table, row), float(shares[row])
             try:
-                require_finite(self._lm, state.tokens[own], state.lengths[own], finite[own], "document")
-                self._documents.enter(document, found.cache, row, float(shares[row]))
+                ids, finite = np.asarray([document.tokens], np.int32), np.isfinite(logits[own]).all(axis=-1)
+                read.require_finite(self._lm, ids, np.asarray([ids.size], np.int32), finite, "document")
+                if rows.k is None:
+                    self._documents.enter(document, of_row, share)
+                else:
+                    self._documents.enter_context(document, dataclasses.replace(of_row, k=rows.k, v=rows.v), share)
             except Exception as error:
-                self._fail([document], error)
+                self._documents.fail(document, error)
             document.logits = None if document.named else logits[own]
-
-    def _end(self) -> None:
-        """Ends the current prefill and frees its pages."""
-        state, self._current = self._current, None
-        if state is None:
-            return
-        for program in state.programs:
-            program.cancel()
-        self._documents.free.give_back(state.pages)
-
-    def _fail(self, documents: Sequence[Document], error: Exception) -> None:
-        for document in documents:
-            self._documents.fail(document, error)
-        self._recover(error)
 
 
 def _is_wanted(document: Document) -> bool:
