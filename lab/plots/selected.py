@@ -31,8 +31,7 @@ from tca_jax.errors import require
 from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR
 from tca_jax.lab.rivals.repetition import repeat, select_repeated
-from tca_jax.methods.base import Heads, last_queries
-from tca_jax.methods.scored import ScoredCache, ScoredPrefill
+from tca_jax.methods.base import Heads, ScoredCache, ScoredPrefill, last_queries
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 

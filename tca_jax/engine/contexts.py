@@ -24,13 +24,27 @@ from tca_jax.engine.mesh import CACHES, HeadShards, mesh_name, on_host, place, r
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import Calls, compacted, fork, num_pages, page_bytes, pages_of_forks, read, require_finite
-from tca_jax.engine.saved_contexts import OF_ROWS, ContextIdentity, load_context, save_context
 from tca_jax.errors import UserError, require, require_type
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import describe_method, unknown_types
+from tca_jax.models.config import ModelConfig
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.kv import CODES, num_bytes
+
+#: Arrays of a context beside those of its rows.
+OF_ROWS = ("tokens", "lengths", "attended_share")
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextIdentity:
+    """Whose a context is."""
+
+    model: str  # the model's name
+    config: ModelConfig  # its architecture
+    fingerprint: str  # of its weights (`models.fingerprint`)
+    method: str  # name of the attention method
+    method_description: str  # all of its parts and options, from `describe_method`
 
 
 def identity_of(lm: LM) -> ContextIdentity:
@@ -222,6 +236,8 @@ class Context:
         Raises:
             OSError: it cannot be written; what was there before is intact.
         """
+        from tca_jax.engine.saved_contexts import save_context
+
         save_context(directory, vars(self))
 
     @classmethod
@@ -234,6 +250,8 @@ class Context:
             FileNotFoundError: `directory` does not exist.
             ValueError: there is none in it, or it is damaged or of another version; the message names the folder.
         """
+        from tca_jax.engine.saved_contexts import load_context
+
         return cls(**load_context(directory), compile_seconds=0.0, prefill_seconds=0.0)
 
 

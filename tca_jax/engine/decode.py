@@ -15,8 +15,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, any_row, heads_of
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.sampling import Sampling, sample
-from tca_jax.methods.base import UNBOUNDED, CachePolicy, Heads
-from tca_jax.methods.scored import ScoredCache
+from tca_jax.methods.base import UNBOUNDED, CachePolicy, Heads, ScoredCache
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import scaled_scores
 from tca_jax.pallas_kernels.paged_attention import paged_attention

@@ -21,8 +21,7 @@ from tca_jax.engine.mesh import CACHES, LAYER_WEIGHTS, ROWS, SAME, OverMesh, hea
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.read import Calls, static_layer
-from tca_jax.methods.base import UNBOUNDED
-from tca_jax.methods.scored import ScoredCache
+from tca_jax.methods.base import UNBOUNDED, ScoredCache
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import cdiv, round_up
 from tca_jax.pallas_kernels.paged_attention import paged_attention

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.engine.mesh import PerDevice, on_host
 from tca_jax.errors import require
-from tca_jax.methods.scored import BlockMeans
+from tca_jax.methods.base import BlockMeans
 from tca_jax.pallas_kernels.kv import Pages, Stored, decode, empty, encode
 from tca_jax.pallas_kernels.kv import Pool as CompactTokens
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv

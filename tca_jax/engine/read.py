@@ -33,11 +33,19 @@ from tca_jax.engine.mesh import (
 )
 from tca_jax.engine.pages import Rows
 from tca_jax.errors import UserError
-from tca_jax.methods.base import Attended, CachePolicy, Heads, Method, last_queries
+from tca_jax.methods.base import (
+    Attended,
+    BlockMeans,
+    CachePolicy,
+    Heads,
+    Method,
+    ScoredCache,
+    ScoredPrefill,
+    last_queries,
+)
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Regions
-from tca_jax.methods.scored import BlockMeans, ScoredCache, ScoredPrefill
 from tca_jax.models.names import MODEL, parameters
 from tca_jax.models.sharding import DATA
 from tca_jax.pallas_kernels.backends import Backend

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tca_jax.engine.contexts import OF_ROWS, ContextIdentity
 from tca_jax.engine.mesh import HeadShards, on_host
 from tca_jax.engine.pages import FreePages, Rows, Scored
 from tca_jax.errors import explaining, require
@@ -22,21 +23,8 @@ from tca_jax.persistence import load, save
 
 FORMAT_VERSION, _READ_VERSIONS = 4, (2, 3, 4)
 _KIND = "context"
-#: Arrays of a context beside those of its rows.
-OF_ROWS = ("tokens", "lengths", "attended_share")
 _OF_TABLE, _SCORED = ("pages", "kept", "start", "own", "length"), ("scores", "pages", "bias", "raised")
 _EIGHT_BITS = ("words", "exponents")
-
-
-@dataclasses.dataclass(frozen=True)
-class ContextIdentity:
-    """Whose a context is."""
-
-    model: str  # the model's name
-    config: ModelConfig  # its architecture
-    fingerprint: str  # of its weights (`models.fingerprint`)
-    method: str  # name of the attention method
-    method_description: str  # all of its parts and options, from `describe_method`
 
 
 def save_context(directory: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:

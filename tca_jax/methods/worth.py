@@ -9,11 +9,10 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.methods.base import Attended, Heads, Method, num_ranked_blocks
+from tca_jax.methods.base import Attended, BlockMeans, Heads, Method, ScoredCache, ScoredPrefill, num_ranked_blocks
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Regions, Selected
 from tca_jax.methods.regions import Selection as RankedTokens
-from tca_jax.methods.scored import BlockMeans, ScoredCache, ScoredPrefill
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
 from tca_jax.pallas_kernels.causal_attention import causal_attention

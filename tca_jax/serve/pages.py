@@ -15,8 +15,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, on_host, place
 from tca_jax.engine.pages import Allocator, FreePages, Numbers, Rows, Scored
 from tca_jax.engine.read import mean_columns, page_bytes
-from tca_jax.methods.base import UNBOUNDED
-from tca_jax.methods.scored import ScoredCache
+from tca_jax.methods.base import UNBOUNDED, ScoredCache
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.serve import programs
 

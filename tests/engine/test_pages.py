@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tca_jax.engine.pages import Allocator, Rows
+from tca_jax.methods.base import BlockMeans
 from tca_jax.methods.regions import Regions, Selection
-from tca_jax.methods.scored import BlockMeans
 from tca_jax.methods.worth import block_means
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 
