@@ -90,7 +90,7 @@ class PromptCompression(GrowingCache):
         """Scores of the tokens of all KV heads."""
         return over_heads(lambda q, k, v: self.score(q, k, v, x.lengths), x.q, x.k, x.v)
 
-    def num_kept(self, layer: Layer, max_blocks: int) -> Int[np.ndarray, " N"]:
+    def num_kept(self, layer: Any, max_blocks: int) -> Int[np.ndarray, " N"]:
         """Tokens that a head of the layer keeps of 0, 1, ..., `max_blocks` ranked blocks."""
         return self.mean_kept(max_blocks)
 

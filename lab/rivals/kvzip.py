@@ -82,7 +82,7 @@ class KVzipCache(PromptCompression):
             return jnp.moveaxis(found.reshape(batch, together, kv_heads), 1, 0)
 
         of_layers = [of_layer for first in range(0, layers, together) for of_layer in counts(first)]
-        found = jax.lax.map(lambda each: self.selection(*each, lengths), (scores, jnp.stack(of_layers)))
+        found = jax.lax.map(lambda each: self.selection(each[0], each[1], lengths), (scores, jnp.stack(of_layers)))
         return [jax.tree.map(lambda x, layer=layer: x[layer], found) for layer in range(layers)]
 
 

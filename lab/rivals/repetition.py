@@ -154,7 +154,8 @@ class _Chunks:
 
     def request(self, number: Int[Array, "*n"]) -> Int[Array, "*n"]:
         """Tokens of its request."""
-        return jnp.where(number == 0, *map(len, self.requests))
+        opening, continuing = map(len, self.requests)
+        return jnp.where(number == 0, opening, continuing)
 
     def fed(self, number: Int[Array, "*n"], lengths: Int[Array, "*B"]) -> Int[Array, "*B"]:
         """Tokens of its request and of itself; 0 past a prompt's end."""

@@ -42,7 +42,7 @@ def check_query_heads(name: str, table: Sequence[Sequence[Any]], layers: int, kv
     require(fits, f"{name} has {given} layers of {heads} query heads: must be {wanted}")
 
 
-def of_layer(name: str, table: Sequence[Sequence[Entry]], layer: int, heads: int) -> Sequence[Entry]:
+def of_layer(name: str, table: Sequence[Sequence[Entry]], layer: Any, heads: int) -> Sequence[Entry]:
     """A layer's entries by query heads, of which policies first learn the number in prefill."""
     given = len(table[layer])
     require(given == heads, f"{name} has {given} query heads: must be {heads}, as the model has")

@@ -188,7 +188,8 @@ def _attend(
         def mean_tile(i: Array, state: Any) -> Any:
             index = pl.ds(i * config.keys, config.keys)
             inside = i * config.keys + columns < means
-            bias = pltriton.load(far.mean_bias.at[(*place, index)], mask=inside, other=-jnp.inf)
+            of_means: Any = far.mean_bias.at[(*place, index)]
+            bias = pltriton.load(of_means, mask=inside, other=-jnp.inf)
             attended = bias > -jnp.inf
             mean_k, mean_v = (
                 load_rows(x.at[row, index, kv_head, :], attended[:, None]) for x in (far.mean_k, far.mean_v)

@@ -292,9 +292,10 @@ class Rows(PerDevice):
     def leaving_block(self, layer: int | Array, dtype: Any) -> tuple[Array, Array]:
         """Keys and values [R, H, b, d] of the window's oldest block."""
         numbers = self.pages[layer][..., self.columns]
-        return tuple(
+        k, v = (
             decode(jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), pool), dtype) for pool in (self.k, self.v)
         )
+        return k, v
 
     def evict(
         self,
@@ -387,7 +388,7 @@ class Rows(PerDevice):
 
         scored = None if self.scored is None else self.scored._replace(pages=named(self.scored.pages))
         free = FreePages(jnp.arange(old, pages, dtype=jnp.int32), jnp.int32(0))
-        changed = {"k": wider(self.k), "v": wider(self.v), "pages": named(self.pages)}
+        changed: dict[str, Any] = {"k": wider(self.k), "v": wider(self.v), "pages": named(self.pages)}
         return dataclasses.replace(self, **changed, free=free, scored=scored)
 
     def with_columns(self, columns: int, window_pages: int, mean_pages: int) -> Rows:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkab
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from tca_jax.errors import require
 from tca_jax.methods.regions import Regions, Selected, Selection

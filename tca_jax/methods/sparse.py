@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from jaxtyping import Array
@@ -63,7 +64,7 @@ class SparsePrefill(PrefillPolicy):
         if selected is None:
             selected = self._select(layer, heads, q, k, v, lengths, backend)
         pool, budgets = selected.pool, selected.budgets
-        sizes = {"block_size": policy.block_size, "window": policy.window}
+        sizes: dict[str, Any] = {"block_size": policy.block_size, "window": policy.window}
         with jax.named_scope("prefill_attention"):
             out = prefill_attention(q, k, v, pool, budgets, lengths, **sizes, backend=backend)
         return Attended(out, selected_pairs(budgets, lengths, **sizes).mean(axis=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
@@ -92,7 +92,12 @@ class WorthPrefill(ScoredPrefill):
     ) -> Attended:
         if not num_ranked_blocks(k.shape[1], BLOCK, WINDOW):
             return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
-        sizes = {"block_size": BLOCK, "window": WINDOW, "stride": _STRIDE, "capacity": k.shape[1] * k.shape[2]}
+        sizes: dict[str, Any] = {
+            "block_size": BLOCK,
+            "window": WINDOW,
+            "stride": _STRIDE,
+            "capacity": k.shape[1] * k.shape[2],
+        }
         return Attended(*attend_by_worth(q, k, v, scores, lengths, settings.read, **sizes, backend=backend))
 
 
@@ -139,7 +144,7 @@ def attend_by_worth(
         bias,
         jnp.broadcast_to(mean_counts, counts.shape).astype(jnp.int32),
     )
-    sizes = {"block_size": block_size, "window": window, "backend": backend}
+    sizes: dict[str, Any] = {"block_size": block_size, "window": window, "backend": backend}
     out = prefill_attention(q, k, v, kept.pool, kept.budgets, lengths, far=far, **sizes)
     return out, _pairs(far, kept.budgets, lengths, block_size, window)
 

@@ -165,6 +165,7 @@ class Batch:
         """Gives a request a row that continues its document; the caller has checked that there are pages for it."""
         document, pool = request.document, self._pool
         assert document.table is not None
+        assert document.pages is not None
         pages, kept = self.own_pages(len(document.tokens), request.own_tokens)
         request.numbers, request.held = pool.allocator.take(pages), document.pages
         request.reserved = pages
@@ -184,6 +185,7 @@ class Batch:
             return
         if numbers is None and not self.broken:  # it is in the batch
             self.broken = True  # unless its pages are found
+            assert held is not None
             own, free = without(self._pool.named(self.table_of(request)), held), self._pool.left(self._state.cache.free)
             for device, named in enumerate(own):
                 count = pages - len(named)
@@ -203,6 +205,7 @@ class Batch:
         """The table of a request's row, on the host."""
         if request.own is not None:
             return on_host(without_free(request.own))
+        assert request.slot is not None
         return on_host(programs.row.run(self._bare_lm, without_free(self._state.cache), np.int32(request.slot)))
 
     def _set_free(self, state: DecodingState, free: Numbers) -> None:

@@ -92,7 +92,8 @@ class PagePool:
         for own, of_device in zip(padded, numbers, strict=True):
             own[: len(of_device)] = of_device
         taken = np.zeros(self.devices, np.int32)
-        return self.on_device(FreePages(*((x[None] if self.on_mesh else x[0]) for x in (padded, taken))))
+        parts: list[Any] = [x[None] if self.on_mesh else x[0] for x in (padded, taken)]
+        return self.on_device(FreePages(*parts))
 
     def left(self, free: FreePages) -> Numbers:
         """Pages that programs may still take."""
@@ -114,7 +115,8 @@ class PagePool:
             )
         table, kept = np.full((*shape, widths.kept + widths.window), self.total, np.int32), np.zeros(shape, np.int32)
         none: Any = None
-        return Rows(none, none, none, table, kept, *nothing, scored, widths.window)  # type: ignore[arg-type]
+        fields: list[Any] = [none, none, none, table, kept, *nothing, scored, widths.window]
+        return Rows(*fields)
 
     def on_device(self, table: Any) -> Any:
         """A table of the host, or free pages, on the devices."""

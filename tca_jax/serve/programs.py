@@ -55,7 +55,8 @@ class PackedOutput(NamedTuple):
 
 def _empty_pool(lm: LM, *, pages: int, dtype: jnp.dtype) -> Rows:
     shape, nothing = (pages, lm.method.cache.block_size, lm.config.head_dim), (None,) * 7
-    return Rows(*(empty(shape, dtype) for _ in range(2)), *nothing, 0)  # type: ignore[arg-type]
+    k, v = (empty(shape, dtype) for _ in range(2))
+    return Rows(k, v, *nothing, 0)  # type: ignore[arg-type]
 
 
 def empty_state(lm: LM, rows: int, stops: int, cache: Any) -> DecodingState:
@@ -92,7 +93,8 @@ def _place(lm: LM, pool: Rows, pages: Rows) -> Rows:
 def _fetch(lm: LM, pool: Rows) -> Rows:
     """Copies of the pages that are called free."""
     k, v = jax.tree.map(lambda x: x.at[pool.free.numbers].get(mode="clip"), (pool.k, pool.v))
-    return dataclasses.replace(pool, k=k, v=v, free=None)
+    nothing: Any = None
+    return dataclasses.replace(pool, k=k, v=v, free=nothing)
 
 
 def _fork(lm: LM, rows: Rows, most: Int[Array, " 1"]) -> Rows:

@@ -512,7 +512,8 @@ class Prefiller:
             return lm.without_weights(), weights, x, shares, rows, cos, sin, *of_rows, np.int32(number)
 
         def layer(number: int) -> Any:
-            given = of_layer(number, *results_of(begin.result()[0])[:4], empty)
+            x, cos, sin, shares = results_of(begin.result()[0])[:4]
+            given = of_layer(number, x, cos, sin, shares, empty)
             return read.layer_program.prepare(*given, **options, layer=read.static_layer(lm.method, number))
 
         def last() -> Any:
