@@ -80,7 +80,7 @@ def test_descriptions_of_moved_methods_stay_readable():
     ],
 )
 def test_parts_have_names_and_option_values(text, parts):
-    assert parse_parts(text, "--method", ["mine"]) == parts
+    assert parse_parts(text, "--method", {"mine": ()}) == parts
 
 
 @pytest.mark.parametrize(
