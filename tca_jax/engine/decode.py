@@ -151,6 +151,14 @@ class Steps:
         policy, layers = self.lm.method.cache, range(self.lm.config.num_layers)
         return [policy.summarize(layer, rows.of_layer(layer)[0]) for layer in layers]
 
+    def take_evicting(self, state: DecodingState) -> DecodingState:
+        """A step before which a block may leave the window of some row."""
+        leaving = self.leaving(state)
+        if not isinstance(self.lm.method.cache, ScoredCache):
+            return self.take(state, None, leaving)
+        rows = evict_scored(self.lm, state.cache, leaving)
+        return self.take(dataclasses.replace(state, cache=rows), self.summaries(rows))
+
     def take(
         self, state: DecodingState, summaries: list[Any] | None, leaving: Bool[Array, " B"] | None = None
     ) -> DecodingState:

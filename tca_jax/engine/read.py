@@ -385,8 +385,9 @@ def fork(
     sizes = pages, max(layout.kept_columns), layout.num_window_pages, means
     source = jnp.tile(jnp.repeat(jnp.arange(of_device // times), times), len(most) // of_device)
     program = _fork_in_place_program if private else _fork_program
+    no_pool: dict[str, Any] = {"k": None, "v": None}
     nothing: dict[str, Any] = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
-    pool, table = dataclasses.replace(rows, **nothing), dataclasses.replace(rows, k=None, v=None)
+    pool, table = dataclasses.replace(rows, **nothing), dataclasses.replace(rows, **no_pool)
     return calls(program, lm.without_weights(), pool, table, source, most, sizes=sizes)
 
 
