@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.engine.mesh import PerDevice, on_host
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.methods.scored import BlockMeans
 from tca_jax.pallas_kernels.kv import Pages, Stored, decode, empty, encode
 from tca_jax.pallas_kernels.kv import Pool as CompactTokens
@@ -488,40 +488,53 @@ class Rows(PerDevice):
         return dataclasses.replace(self, k=k, v=v, free=free, pages=number[self.pages], scored=scored)
 
 
-class Allocator:
-    """Counts the uses of each page on the host."""
+#: Numbers of pages on each device of "model".
+Numbers = list[np.ndarray]
 
-    def __init__(self, pages: int) -> None:
-        self._uses = np.zeros(pages, np.int32)
-        self._free = list(range(pages - 1, -1, -1))
+
+class Allocator:
+    """Counts the uses of each page on the host. Each device of "model" has pages of its own."""
+
+    def __init__(self, pages: int, devices: int = 1) -> None:
+        self.pages = pages
+        self._uses = np.zeros((devices, pages), np.int32)
+        self._stacks = np.tile(np.arange(pages, dtype=np.int32)[::-1], (devices, 1))  # of free pages, and their numbers
+        self._free = [pages] * devices
 
     @property
     def free(self) -> int:
-        """Pages that nothing uses."""
-        return len(self._free)
+        """Pages that nothing uses, on the device that has fewest."""
+        return min(self._free)
 
-    def take(self, count: int) -> list[int]:
-        """Pages for one use each.
+    def take(self, counts: int | Sequence[int]) -> Numbers:
+        """Pages for one use each; a number of them for all devices, or one for each.
 
         Raises:
             UserError: fewer are free.
         """
-        if count > self.free:
-            raise UserError(f"{count} pages are needed, {self.free} of {len(self._uses)} are free")
-        taken = [self._free.pop() for _ in range(count)]
-        self._uses[taken] = 1
+        counts = [counts] * len(self._free) if isinstance(counts, int) else counts
+        for count, free in zip(counts, self._free, strict=True):
+            require(count <= free, f"{count} pages are needed, {free} of {self.pages} are free")
+        self._free = [free - count for count, free in zip(counts, self._free, strict=True)]
+        taken = [
+            stack[free : free + count].copy()
+            for stack, free, count in zip(self._stacks, self._free, counts, strict=True)
+        ]
+        self.share(taken)
         return taken
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Counts one more use of each."""
-        np.add.at(self._uses, list(pages), 1)
+    def share(self, pages: Sequence[np.ndarray]) -> None:
+        """Counts one more use of each page; a page may be in a device's list once."""
+        for uses, numbers in zip(self._uses, pages, strict=True):
+            uses[numbers] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Sequence[np.ndarray]) -> None:
         """Ends one use of each; pages without uses are free."""
-        for page in pages:
-            self._uses[page] -= 1
-            if not self._uses[page]:
-                self._free.append(page)
+        for device, numbers in enumerate(pages):
+            self._uses[device, numbers] -= 1
+            unused, first = numbers[self._uses[device, numbers] == 0], self._free[device]
+            self._stacks[device, first : first + len(unused)] = unused
+            self._free[device] += len(unused)
 
 
 def row_pages(rows: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:

@@ -150,7 +150,7 @@ def read(
     if lm.method.cache.reader is not None and layout.has_ranked_blocks:
         return lm.method.cache.reader(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
     x, shares, rows = run_layers(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
-    logits, shares = calls(_end_program, lm, x, lengths, shares)
+    logits, shares = calls(end_program, lm, x, lengths, shares)
     return ReadRows(logits, rows, shares, calls)
 
 
@@ -166,12 +166,12 @@ def run_layers(
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "B L D"], Float32[Array, " B"], Any]:
     """The stream after all layers, attended shares summed over them, and the rows; arguments are those of `read`."""
-    x, cos, sin, shares, rows = calls(_begin_program, lm, tokens, lengths, layout=layout, more_pages=more_pages)
+    x, cos, sin, shares, rows = calls(begin_program, lm, tokens, lengths, layout=layout, more_pages=more_pages)
     bare = lm.without_weights()
     options: dict[str, Any] = {"graphdef": lm.layer_graphdef, "layout": layout, "backend": backend}
     for layer in range(lm.config.num_layers):
         given = lm.layer_params(layer), x, shares, rows, cos, sin, lengths, most, jnp.int32(layer)
-        x, shares, rows = calls(_read_program, bare, *given, **options, layer=static_layer(lm.method, layer))
+        x, shares, rows = calls(layer_program, bare, *given, **options, layer=static_layer(lm.method, layer))
     return x, shares, rows
 
 
@@ -323,12 +323,12 @@ def _highest(
     return jax.lax.cond(full.any(), fewer, lambda: stays), full
 
 
-_begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, CACHES)))
+begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, CACHES)))
 _LAYER = (LAYER_WEIGHTS, ROWS, ROWS, CACHES)  # weights, the stream, and what goes from layer to layer
-_read_program = Program(
+layer_program = Program(
     OverMesh(_read_layer, (*_LAYER, ROWS, ROWS, ROWS, ROWS, SAME), (ROWS, ROWS, CACHES)), donate=(2, 3, 4)
 )
-_end_program = Program(OverMesh(_end, (ROWS, ROWS, ROWS), (ROWS, ROWS)))
+end_program = Program(OverMesh(_end, (ROWS, ROWS, ROWS), (ROWS, ROWS)))
 
 
 def _named_pages(lm: LM, rows: Rows) -> Int[Array, "1 1"]:

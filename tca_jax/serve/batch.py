@@ -10,21 +10,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32, UInt8
+from jaxtyping import UInt8
 
-from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.decode import DecodingState
-from tca_jax.engine.extend import align, num_columns, rows_with_leaving_block
+from tca_jax.engine.extend import align, feed, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
+from tca_jax.engine.pages import Numbers, Rows
 from tca_jax.engine.prompts import bucket_length
+from tca_jax.engine.read import Calls, pages_of_forks
 from tca_jax.engine.sampling import Sampling
+from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.serve import programs
 from tca_jax.serve.constraints import Mask
-from tca_jax.serve.documents import Document, Documents
-from tca_jax.serve.pages import FreePages, LocalTable, RowTable, TableWidths, pool_only
-from tca_jax.serve.programs import PackedOutput, Row, RowSampling
+from tca_jax.serve.documents import Document
+from tca_jax.serve.pages import PagePool, Widths, without
+from tca_jax.serve.programs import PackedOutput, RowSampling
 from tca_jax.serve.streams import Stream
 
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
@@ -44,11 +46,13 @@ class Request:
     mask: Mask | None = None  # of the answer's tokens
     target: Document | None = None  # that document and new tokens become; None for an answer
     fed: int = 0  # of `new`
-    table: LocalTable | None = None  # of its own pages; None until it was admitted
-    numbers: Int32[np.ndarray, "D P"] | None = None  # of its own pages, in the pool of answers
-    own: RowTable | None = None  # `table` on the device; None until something was fed
+    reserved: int = 0  # pages of its own, at most; 0 until it begins
+    numbers: Numbers | None = None  # these; None in the batch, whose rows share theirs
+    held: Numbers | None = None  # pages of the document that its row began with
+    own: Rows | None = None  # its table, with its free pages; None until it begins, and in the batch
     logits: Any = None  # of the token after what was fed, [1, V]
     slot: int | None = None  # row of the batch
+    start: int = 0  # of its window, in the batch
     streamed: int = 0  # tokens of the answer that were handed out
     scheduled: int = 0  # tokens of the answer after all dispatched steps
     allowed: UInt8[np.ndarray, " W"] | None = None  # packed mask of the next token; None for all tokens
@@ -71,12 +75,20 @@ class Request:
         """Tokens of the row before the answer."""
         return self.document.tokens + self.new
 
+    @property
+    def own_tokens(self) -> int:
+        """Tokens that the row may have after the document."""
+        return len(self.new) + self.max_new_tokens
 
-class PendingStep(NamedTuple):
+
+@dataclasses.dataclass
+class PendingStep:
     """A dispatched step and the requests in it."""
 
     output: jax.Array  # a `PackedOutput`, packed
     rows: tuple[Request | None, ...]
+    given: Numbers | None = None  # free pages that it may take
+    taken: Any = None  # how many it takes on each device
 
 
 class StepOutput(NamedTuple):
@@ -88,32 +100,39 @@ class StepOutput(NamedTuple):
     top: Any  # as in `DecodingState`
 
 
+def own_pages(lm: LM, document_tokens: int, own_tokens: int) -> tuple[int, int]:
+    """Pages that a row after a document needs beside its pages, and how many of them for kept tokens of a head."""
+    most = lm.config.max_context
+    sizes = min(most, bucket_length(document_tokens)), min(most, bucket_length(own_tokens))
+    return pages_of_forks(lm, 1, *sizes), max(lm.following_layout(1, *sizes).kept_columns)
+
+
 class Batch:
     """Rows of answers, each after a document. Only the engine's thread calls it.
 
-    `free` are the pages of answers, `rows` the request of each row (None for free rows), and `pending` the dispatched
-    steps in their order. All `max_rows` rows together have pages for `answer_tokens` tokens each.
+    `rows` are the requests, None for free rows, and `pending` the dispatched steps in their order. Pages that requests
+    reserved and have not used are common to the batch: a step takes those that it needs, for whichever row.
     """
 
-    def __init__(self, lm: LM, documents: Documents, max_rows: int, answer_tokens: int, backend: Backend) -> None:
-        self._lm, self._documents, self._backend = lm, documents, backend
-        self._program_lm, self._bare_lm, self._on_mesh = lm.for_programs(), lm.without_weights(), lm.mesh is not None
-        self._own_layout_of = functools.lru_cache(maxsize=64)(functools.partial(lm.following_layout, 1))
-        pages = max_rows * self.own_layout(lm.config.max_context, answer_tokens).num_pages
-        self.free = FreePages(pages, documents.free.devices)
-        # A batch of one row is written as a run of pages (`PagedCache.with_tokens`); a pool's pages are no run.
-        self._max_rows, rows = max_rows, max(2, max_rows)
-        self.rows: list[Request | None] = [None] * rows
-        self._state, self._shared = self._empty(rows)
-        self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
+    def __init__(self, lm: LM, pool: PagePool, max_rows: int, backend: Backend) -> None:
+        self._lm, self._pool, self._backend, self._max_rows = lm, pool, backend, max_rows
+        self._program_lm, self._bare_lm = lm.for_programs(), lm.without_weights()
+        self.own_pages = functools.lru_cache(maxsize=256)(functools.partial(own_pages, lm))
+        self.rows: list[Request | None] = [None] * max(2, max_rows)  # a single row is written without looking
+        self._widths = Widths.of_row(self._bare_lm, 0, 1)
+        heads = lm.config.num_kv_heads // pool.devices
+        self._most_taken = 3 * len(self.rows) * lm.config.num_layers * heads  # kept tokens, window and means
         self._step_programs: dict[Any, list[Callable[..., Any]]] = {}
         self.pending: list[PendingStep] = []
+        self._calls = Calls()
+        self._state = self._empty()
 
-    def own_layout(self, document_tokens: int, own_tokens: int) -> CacheLayout:
-        """Pages of its own that a row needs after a document."""
-        most = self._lm.config.max_context
-        sizes = min(most, bucket_length(document_tokens)), min(most, bucket_length(own_tokens))
-        return self._own_layout_of(*sizes)
+    def _empty(self) -> DecodingState:
+        self.broken = False
+        self._spare = [np.zeros(0, np.int32) for _ in range(self._pool.devices)]
+        self._pages = list(self._spare)  # all of the batch's
+        table = self._pool.empty_table(self._lm, len(self.rows), self._widths)
+        return programs.empty_batch.run(self._bare_lm, self._pool.on_device(table), stops=_MAX_STOPS)
 
     @property
     def requests(self) -> list[Request]:
@@ -124,11 +143,6 @@ class Batch:
     def free_slot(self) -> int | None:
         """A free row."""
         return next((i for i, row in enumerate(self.rows[: self._max_rows]) if row is None), None)
-
-    @property
-    def pool(self) -> PagedCache:
-        """Pages of answers."""
-        return pool_only(self._state.cache)
 
     @property
     def has_masks(self) -> bool:
@@ -142,57 +156,88 @@ class Batch:
 
     @property
     def is_intact(self) -> bool:
-        """Whether no failed program has consumed its arrays."""
-        return is_intact((self._state, self._shared))
+        """Whether no failed program has consumed its arrays, and its pages are known."""
+        return not self.broken and is_intact(self._state)
 
     def begin_again(self) -> None:
         """Empties the batch; its tables stay as wide."""
-        del self._state, self._shared  # their memory is that of the new ones
+        self._pool.allocator.release(self._pages)
         self.pending.clear()
-        self._state, self._shared = self._empty(len(self.rows))
-        widths, own_widths = self._widths, self._own_widths
-        self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
-        self._widen(widths, own_widths)
+        self._state = self._empty()
 
-    def take_pages(self, request: Request, layout: CacheLayout) -> None:
-        """Gives a request pages of its own; the caller has checked that they are free."""
-        start = len(request.document.tokens) // layout.block_size * layout.block_size
-        request.table = LocalTable.of_layout(layout, start)
-        request.numbers = self.free.take(request.table.used)
-        assert request.document.table is not None
-        self._widen(request.document.table.widths, request.table.widths)
+    def begin(self, request: Request) -> None:
+        """Gives a request a row that continues its document; the caller has checked that there are pages for it."""
+        document, pool = request.document, self._pool
+        assert document.table is not None
+        pages, kept = self.own_pages(len(document.tokens), request.own_tokens)
+        request.numbers, request.held = pool.allocator.take(pages), document.pages
+        request.reserved = pages
+        pool.reserved += pages
+        pool.allocator.share(document.pages)
+        most = len(document.tokens) + request.own_tokens
+        self._widen(Widths.of_row(self._lm, document.table.columns + kept, most))
+        table = pool.on_device(pool.fitted(document.table, self._widths))
+        free = pool.free_pages(request.numbers, bucket_length(pages))
+        rows = programs.fork.run(self._bare_lm, pool.lend(table, free), np.asarray([most], np.int32))
+        request.own = pool.take_back(rows)
 
-    def give_back_pages(self, request: Request) -> None:
-        """The inverse; nothing where it has none."""
-        if request.numbers is not None:
-            self.free.give_back(request.numbers)
-            request.numbers = None
+    def end(self, request: Request) -> None:
+        """Gives back the row and the pages of a request; nothing where it has none."""
+        slot, pages, held, numbers = request.slot, request.reserved, request.held, request.numbers
+        if not pages:
+            return
+        if slot is not None and not self.broken:
+            self.broken = True  # unless its pages are found
+            own = without(self._pool.named(self.table_of(request)), held)
+            self._settle()
+            for device, named in enumerate(own):
+                spare, count = self._spare[device], pages - len(named)
+                own[device], self._spare[device] = np.concatenate([named, spare[:count]]), spare[count:]
+            self._pages, self.broken, numbers = without(self._pages, own), False, own
+        self._pool.reserved -= pages
+        request.reserved, request.held, request.numbers, request.own, request.slot = 0, None, None, None, None
+        if slot is not None:
+            self.rows[slot] = None
+        for each in (held, numbers):
+            if each is not None:
+                self._pool.allocator.release(each)
+
+    def table_of(self, request: Request) -> Rows:
+        """The table of a request's row, on the host."""
+        if request.own is not None:
+            return on_host(dataclasses.replace(request.own, free=None))  # type: ignore[arg-type]
+        return on_host(programs.row.run(self._bare_lm, self._state.cache, np.int32(request.slot)))
 
     def feed(self, request: Request) -> None:
-        """Feeds a piece of a request's tokens; without any, only the last block of the document is copied."""
-        begins, b = request.own is None, self._lm.method.cache.block_size
-        held = len(request.document.tokens) + request.fed
+        """Feeds a piece of a request's tokens, after the row's begin."""
+        if request.own is None:
+            self.begin(request)
+        b, held = self._pool.block_size, len(request.document.tokens) + request.fed
         piece = request.new[request.fed : request.fed + _PIECE_TOKENS - held % b]
-        columns = num_columns(held % b + len(piece), b) if piece else 0
-        tokens = np.zeros((1, 0), np.int32)
-        if piece:
-            tokens = align(np.asarray([piece], np.int32), np.asarray([held]), block_size=b, columns=columns)
-        assert request.table is not None
-        assert request.numbers is not None
-        own = request.own or request.table.numbered(request.numbers, self._own_widths, self.free.total, self._on_mesh)
-        sizes = [np.asarray([x], np.int32) for x in (held, len(piece), request.document.parts[0])]
-        document = self._documents.row_table(request.document, self._widths)
-        arguments = self._state, self._documents.pool, document, self._wide(own), tokens, *sizes
-        static: Any = {"begins": begins, "backend": self._backend}
-        self._state, request.own, logits = programs.extend_row.run(self._program_lm, *arguments, **static)
+        if not piece:
+            request.logits = request.document.logits
+            return
+        starts, columns = np.asarray([held], np.int32), num_columns(held % b + len(piece), b)
+        tokens = align(np.asarray([piece], np.int32), starts, block_size=b, columns=columns)
+        rows, lengths = self._pool.lend(self._wide(request.own)), jnp.asarray([len(piece)], jnp.int32)
+        given = jnp.asarray(tokens), jnp.asarray(starts), lengths, self._calls
+        fed = feed(self._program_lm, rows, *given, backend=self._backend)
+        request.own, request.logits = self._pool.take_back(fed.rows), fed.logits
         request.fed += len(piece)
-        request.logits = request.document.logits if logits is None else logits
 
     def admit(self, request: Request, slot: int) -> None:
         """A request's row joins the batch, and its first token is drawn."""
         assert request.stream is not None
         assert request.own is not None
-        request.slot, self.rows[slot] = slot, request
+        assert request.numbers is not None
+        self._settle()
+        taken, start = on_host((request.own.free.taken, request.own.start))
+        own = dataclasses.replace(self._wide(request.own), free=None)  # type: ignore[arg-type]
+        left = [numbers[count:] for numbers, count in zip(request.numbers, np.ravel(taken), strict=True)]
+        self._spare = [np.concatenate(each) for each in zip(self._spare, left, strict=True)]
+        self._pages = [np.concatenate(each) for each in zip(self._pages, request.numbers, strict=True)]
+        request.own = request.numbers = None
+        request.slot, request.start, self.rows[slot] = slot, int(np.ravel(start)[0]), request
         self._fit()
         options, vocabulary = request.stream.options, self._lm.config.vocab_size
         seen = None
@@ -204,40 +249,44 @@ class Batch:
         key = jax.random.fold_in(jax.random.key(options.seed), request.sample)
         allowed = None if seen is None else self._allowed([request])[0]
         drawing = RowSampling(key, seen, stops, np.int32(options.min_new_tokens), allowed)  # type: ignore[arg-type]
-        row = Row(*(np.int32(x) for x in (slot, len(request.tokens), request.document.parts[0])))  # type: ignore[arg-type]
-        document = self._documents.row_table(request.document, self._widths)
-        batch = self._state, self._shared, document, self._wide(request.own)
-        drawn = row, request.logits, drawing, self._sampling([request])
-        self._state, self._shared, said = programs.admit.run(self._bare_lm, *batch, *drawn)
+        row = np.int32(slot), np.int32(len(request.tokens)), request.logits, drawing, self._sampling([request])
+        self._state, said = programs.admit.run(self._bare_lm, self._state, own, *row)
         request.logits = None
         request.scheduled = 1
         self.pending = [PendingStep(said, tuple(self.rows))]  # its output has the tokens of the step before, too
 
-    def own_row(self, slot: int) -> RowTable:
-        """The own pages of a row."""
-        return programs.own_row.run(self._bare_lm, self._state, np.int32(slot))
-
     def dispatch(self) -> None:
         """Dispatches a step. Between rounds of the engine at most one is pending."""
         moving = [request for request in self.requests if request.scheduled < request.max_new_tokens]
-        if not moving:
-            return
-        evicts = self._evict(moving)
+        leaving = [request for request in moving if self._leaves(request)]
+        if not moving or (leaving and any(step.given is not None for step in self.pending)):
+            return  # in the latter case the pages that are left are not known yet
+        given = None
+        if leaving:
+            given = [spare[: self._most_taken] for spare in self._spare]
+            self._spare = [spare[self._most_taken :] for spare in self._spare]
         for request in moving:
             request.scheduled += 1
+        for request in leaving:
+            request.start += self._pool.block_size
         limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
-        arguments = self._state, self._documents.pool, self._shared, limit, sampling, allowed
-        self._state, said = self._step_program(arguments, evicts)(self._program_lm, *arguments)
-        self.pending.append(PendingStep(said, tuple(self.rows)))
+        program = self._step_program(limit, sampling, allowed, evicts=bool(leaving))
+        self.broken = True  # unless all of this succeeds
+        state, said, taken = program(self._program_lm, self._lent(given), limit, sampling, allowed)
+        cache = dataclasses.replace(self._pool.take_back(state.cache), free=None)  # type: ignore[arg-type]
+        self._state, self.broken = dataclasses.replace(state, cache=cache), False
+        self.pending.append(PendingStep(said, tuple(self.rows), given, taken))
 
     def wait(self) -> StepOutput:
         """Waits for the first pending step.
 
         Log-probabilities are those of the last dispatched step: where a row wants them, this is the only one.
         """
-        pending, state = self.pending.pop(0), self._state
+        pending, state = self.pending[0], self._state
         said = PackedOutput.of(self._arrived(pending.output))
+        self._settle(1)
+        self.pending.pop(0)
         logprobs, top = on_host((state.logprobs, state.top)) if self.wants_logprobs else (None, None)
         return StepOutput(pending.rows, said, logprobs, top)
 
@@ -245,28 +294,40 @@ class Batch:
     def _arrived(said: jax.Array) -> np.ndarray:
         return np.asarray(said)
 
-    def _evict(self, rows: Sequence[Request]) -> bool:
-        """Whether a block leaves the window of one of these rows at its next step."""
-        if not self._own_widths.kept:
-            return False
-        positions = [len(request.document.tokens) + len(request.new) + request.scheduled - 1 for request in rows]
-        prompts = [request.document.parts[0] for request in rows]
-        return bool(rows_with_leaving_block(self._lm.method.cache, np.asarray(positions), np.asarray(prompts)).any())
+    def _settle(self, count: int | None = None) -> None:
+        """Takes back the free pages that pending steps, or the first ones, have left."""
+        for step in self.pending[:count]:
+            if step.given is not None:
+                left = [own[n:] for own, n in zip(step.given, np.ravel(on_host(step.taken)), strict=True)]
+                self._spare = [np.concatenate(each) for each in zip(left, self._spare, strict=True)]
+                step.given = None
 
-    def _step_program(
-        self, arguments: tuple[DecodingState, Any, Any, Any, Sampling, Any], evicts: bool
-    ) -> Callable[..., Any]:
+    def _leaves(self, request: Request) -> bool:
+        """Whether a block leaves the window of a row at its next step."""
+        position, window = len(request.tokens) + request.scheduled - 1, self._widths.window * self._pool.block_size
+        return self._lm.method.cache.window < UNBOUNDED and position - request.start >= window
+
+    def _lent(self, given: Numbers | None) -> DecodingState:
+        """The state with the pool, and free pages where blocks may leave windows."""
+        free = None if given is None else self._pool.free_pages(given, self._most_taken)
+        return dataclasses.replace(self._state, cache=self._pool.lend(self._state.cache, free))
+
+    def _step_program(self, *rest: Any, evicts: bool) -> Callable[..., Any]:
         """The program of these arguments, keyed by the few shapes that change: comparing all is as slow as a step."""
-        state = arguments[0]
+        state = self._state
         top = None if state.top is None else state.top[0].shape
-        key = self._widths, self._own_widths, state.seen is None, top, state.stop_tokens.shape
+        key = self._widths, state.seen is None, top, state.stop_tokens.shape
         if key not in self._step_programs:
             if len(self._step_programs) == _MAX_STEP_PROGRAMS:
                 self._step_programs.clear()
-            kinds = (False, True) if any(state.cache.kept_columns) else (False,)  # both now: answers wait for neither
-            static: Any = {"backend": self._backend}
-            prepared = [programs.step.prepare(self._program_lm, *arguments, evicts=kind, **static) for kind in kinds]
-            self._step_programs[key] = [program for program, _ in prepared]
+            nothing = [np.zeros(0, np.int32)] * self._pool.devices
+            kinds = (None, nothing) if self._lm.method.cache.window < UNBOUNDED else (None,)  # both now: none waits
+            self._step_programs[key] = [
+                programs.step.prepare(
+                    self._program_lm, self._lent(kind), *rest, evicts=kind is not None, backend=self._backend
+                )[0]
+                for kind in kinds
+            ]
         return self._step_programs[key][evicts]
 
     def _fit(self) -> None:
@@ -300,24 +361,23 @@ class Batch:
                 allowed[row] = request.allowed
         return allowed
 
-    def _widen(self, document: TableWidths, own: TableWidths) -> None:
+    def _widen(self, widths: Widths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""
-        widths, own_widths = self._widths.at_least(_bucket(document)), self._own_widths.at_least(_bucket(own))
-        if widths != self._widths:
-            self._shared = programs.with_widths(self._shared, widths, self._documents.free.total)
-            self._widths = widths
-        if own_widths != self._own_widths:
-            cache = programs.with_widths(self._state.cache, own_widths, self.free.total)
-            self._state = dataclasses.replace(self._state, cache=cache)
-            self._own_widths = own_widths
+        bounded = self._lm.method.cache.window < UNBOUNDED
+        kept, window, means = (bucket_length(width, _MIN_WIDTH) if width else 0 for width in widths)
+        wanted = kept, widths.window if bounded else window, means
+        wide = Widths(*map(max, wanted, self._widths))
+        if wide != self._widths:
+            self._widths = wide
+            self._state = dataclasses.replace(self._state, cache=self._wide(self._state.cache))
 
-    def _wide(self, own: RowTable) -> RowTable:
-        """A row's own table, as wide as the others are now."""
-        return programs.wide_row(own, self._own_widths, self.free.total)
-
-    def _empty(self, rows: int) -> tuple[DecodingState, Any]:
-        pool = programs.empty_pool.run(self._bare_lm, pages=self.free.total, dtype=self._lm.cache_dtype)
-        return programs.empty_batch.run(self._bare_lm, pool, rows=rows, stops=_MAX_STOPS)
+    def _wide(self, table: Rows) -> Rows:
+        """A table as wide as the others are now."""
+        if Widths.of(table) == self._widths:
+            return table
+        free = table.free
+        table = self._pool.fitted(on_host(dataclasses.replace(table, free=None)), self._widths)  # type: ignore[arg-type]
+        return dataclasses.replace(self._pool.on_device(table), free=free)
 
     def _sampling(self, requests: Sequence[Request | None]) -> Sampling:
         """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The
@@ -335,13 +395,9 @@ class Batch:
         return Sampling(**arrays)
 
 
-def _bucket(widths: TableWidths) -> TableWidths:
-    return TableWidths(*(bucket_length(width, _MIN_WIDTH) if width else 0 for width in widths))
-
-
 def is_intact(arrays: Any) -> bool:
     """Whether no array was consumed, or is the output of a failed program."""
-    leaves = jax.tree.leaves(arrays)
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
     if any(leaf.is_deleted() for leaf in leaves):
         return False
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -11,23 +10,20 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int32
 
-from tca_jax.engine.cache import CacheLayout, PagedCache
-from tca_jax.engine.contexts import Context, first_local, identity_of
+from tca_jax.engine.contexts import identity_of
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import on_host
+from tca_jax.engine.pages import Numbers, Rows
 from tca_jax.errors import UserError, require
-from tca_jax.pallas_kernels.kv import num_bytes
 from tca_jax.programs import Program
 from tca_jax.serve import programs
-from tca_jax.serve.pages import FreePages, LocalTable, PageNumbers, RowTable, TableWidths, pool_only
+from tca_jax.serve.pages import PagePool, counts, without
 from tca_jax.serve.storage import Entry, Storage, chunks_of, context_of
 
 _CHUNK_BYTES = 64 * 2**20  # of keys and values that move at once
@@ -46,11 +42,11 @@ class Document:
     parts: tuple[int, ...]  # tokens of the first prefill, and of each append
     named: bool  # requested by a user; others are copies of prompts that can be sent again, and go first
     state: State = "waiting"
-    table: LocalTable | None = None  # None until it was read
-    layout: CacheLayout | None = None  # of one row
-    attended_share: float | None = None  # see `engine.read.Read`; None until it is read
-    numbers: Int32[np.ndarray, "D P"] | None = None  # of its pages in the device's pool; None where it is not there
-    chunks: list[PagedCache] | None = None  # its keys and values in host memory; None where they are not there
+    table: Rows | None = None  # of one row, on the host, without pool; None until it was read
+    pages: Numbers | None = None  # that the table names, in the order of `chunks`; None until it was read
+    here: bool = False  # whether it has these pages on the device
+    attended_share: float | None = None  # see `engine.read.ReadRows`; None until it is read
+    chunks: list[Rows] | None = None  # its keys and values in host memory; None where they are not there
     logits: np.ndarray | None = None  # of the token after it, float32 [1, V]; not of named ones
     error: Exception | None = None  # why it could not be read
     storing: Future[None] | None = None  # done when it is on disk, or failed; None if it need not be stored
@@ -61,7 +57,7 @@ class Document:
     @property
     def num_pages(self) -> int:
         """Its pages, on the device that has most of them."""
-        return 0 if self.table is None else self.table.most_pages
+        return 0 if self.pages is None else max(counts(self.pages))
 
 
 def document_id(lm: LM, tokens: list[int], parts: tuple[int, ...], *, named: bool) -> str:
@@ -76,21 +72,17 @@ class _Arriving(NamedTuple):
     """A chunk of a document that moves to the device."""
 
     document: Document
-    numbers: Int32[np.ndarray, "D C"]
-    pages: PagedCache
+    numbers: Numbers
+    pages: Rows
 
 
 class Documents:
-    """All documents of an engine, and the pool of their pages. Only the engine's thread calls it, except for names."""
+    """All documents of an engine, and their pages. Only the engine's thread calls it, except for names."""
 
-    def __init__(self, lm: LM, pages: int, host_bytes: int, storage: Storage | None) -> None:
-        self._lm, self._bare_lm = lm, lm.without_weights()
-        self._on_mesh, self._host_bytes, self._storage = lm.mesh is not None, host_bytes, storage
-        devices = 1 if lm.head_shards is None else lm.head_shards.devices
-        self.free = FreePages(pages, devices)
-        self.pool = self._empty_pool(pages)
-        size = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
-        self.page_bytes, self._chunk = size * devices, max(1, min(pages, _CHUNK_BYTES // size))
+    def __init__(self, lm: LM, pool: PagePool, host_bytes: int, storage: Storage | None) -> None:
+        self._lm, self._bare_lm, self.pool = lm, lm.without_weights(), pool
+        self._host_bytes, self._storage = host_bytes, storage
+        self._chunk = max(1, min(pool.documents, _CHUNK_BYTES * pool.devices // pool.page_bytes))
         self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently used first
         self._arriving: list[_Arriving] = []
         self._lost: list[Document] = []
@@ -102,9 +94,6 @@ class Documents:
             if document_id(lm, each.tokens, each.parts, named=True) == each.id:  # not another model's
                 found = Document(each.id, each.tokens, each.parts, named=True, state="disk", created=each.created)
                 self._by_id[each.id] = found
-
-    def _empty_pool(self, pages: int) -> PagedCache:
-        return self._run(programs.empty_pool, pages=pages, dtype=self._lm.cache_dtype)
 
     def _run(self, program: Program, *args: Any, **static: Any) -> Any:
         return program.run(self._bare_lm, *args, **static)
@@ -147,14 +136,18 @@ class Documents:
 
     def fail(self, document: Document, error: Exception) -> None:
         """Marks a document as failed. Its pages are freed; a named one stays listed."""
-        if document.numbers is not None:
-            self.free.give_back(document.numbers)
-        document.numbers = document.chunks = None
+        self._release(document)
+        document.chunks = None
         document.error, document.state = error, "failed"
         _settle(document.storing, error)
         with self._lock:
             if not document.named and self._by_id.get(document.id) is document:
                 del self._by_id[document.id]
+
+    def _release(self, document: Document) -> None:
+        if document.here and document.pages is not None:
+            self.pool.allocator.release(document.pages)
+        document.here = False
 
     def lost(self) -> list[Document]:
         """Documents without a copy since the last call; they are to be read again."""
@@ -169,17 +162,17 @@ class Documents:
     def make_room(self, pages: int) -> bool:
         """Whether `pages` are free, once unused documents have left the device for them."""
         for document in self.all():
-            if self.free.free >= pages:
+            if self.pool.free >= pages:
                 break
             if document.state == "device" and not document.users:
                 self._leave(document)
-        return self.free.free >= pages
+        return self.pool.free >= pages
 
     def would_have_room(self, pages: int) -> bool:
         """Whether `pages` would be free once the documents in use are not; shared pages count twice."""
-        here = [each for each in self.all() if each.numbers is not None]
+        here = [each for each in self.all() if each.here]
         memory = self._host_bytes - sum(self.num_bytes(each) for each in self.all() if each.chunks is not None)
-        free = self.free.free
+        free = self.pool.free
         for document in here:
             if document.named and document.chunks is None and not self.is_stored(document):
                 memory -= self.num_bytes(document)
@@ -192,100 +185,50 @@ class Documents:
         """Replaces the pool that a failed program has consumed; documents without another copy are `lost`."""
         self._arriving = []
         for document in self.all():
-            if document.numbers is not None:
+            if document.here:
                 self._gone(document)
-        del self.pool  # its memory is that of the new one
-        self.pool = self._empty_pool(self.free.total)
+        self.pool.renew()
 
-    def reserve(self, pages: int) -> Int32[np.ndarray, "D P"] | None:
-        """Takes `pages` of each device, which the caller gives back; None where there is no room."""
-        if not self.make_room(pages):
-            return None
-        return self.free.take(np.ones((self.free.devices, pages), bool))
-
-    def enter(self, document: Document, cache: PagedCache, row: int, attended_share: float) -> None:
-        """Enters a document from a row of a cache on the device; the caller has reserved the pages of the row."""
-        read = LocalTable.of_row(cache, row)
-        table, layout = LocalTable.exactly(self._lm.method.cache, read.kept, read.start, len(document.tokens))
-        with self._taking(table.used) as numbers:
-            to = np.full((len(numbers), read.num_pages + 1), self.free.total, np.int32)
-            for kind, wide in enumerate(zip(table.widths, read.widths, strict=True)):
-                columns = min(wide)
-                mine, theirs = (x.parts[kind][..., :columns] for x in (table, read))
-                mine = table.in_pool(mine, numbers, self.free.total)
-                for device, places in enumerate(theirs):
-                    to[device, places] = mine[device]
-            self.pool = self._run(programs.place, self.pool, pool_only(cache), self._numbers(to[:, :-1]))
+    def enter(self, document: Document, table: Rows, attended_share: float | None) -> None:
+        """Enters a document of a row of the pool, whose table is on the host; it counts as a use of its pages."""
+        table = self.pool.exact(table)
+        pages = self.pool.named(table)
+        self.pool.allocator.share(pages)
+        document.table, document.pages, document.here = table, pages, True
         document.attended_share = attended_share
-        self._entered(document, table, layout, numbers)
+        self.entered(document)
 
-    @contextlib.contextmanager
-    def _taking(self, wanted: Bool[np.ndarray, "D P"]) -> Iterator[Int32[np.ndarray, "D P"]]:
-        """Takes pages, and gives them back if the body fails."""
-        numbers = self.free.take(wanted)
-        try:
-            yield numbers
-        except Exception:
-            self.free.give_back(numbers)
-            raise
-
-    def enter_joined(self, document: Document, parent: Document, own: RowTable, answers: PagedCache) -> int:
-        """Enters a document of a row: its parent, whose pages it shares, and the row's own tokens.
+    def enter_row(self, document: Document, parent: Document, table: Rows, held: Numbers) -> int:
+        """Enters a document of a row that continues its parent, whose pages are `held`.
 
         Returns 0, or the number of pages that must be free first.
         """
-        assert parent.table is not None
-        assert parent.numbers is not None
-        policy, total = self._lm.method.cache, self.free.total
-        kept, own_start = (np.asarray(x) for x in on_host((own.kept, own.start)))
-        kept = parent.table.kept + (kept[0] if self._on_mesh else kept[None])
-        fed, prompt = len(document.tokens), document.parts[0]
-        start = int(first_local(np.asarray([fed]), np.asarray([prompt]), policy.block_size, policy.window)[0])
-        b, begin = policy.block_size, int(own_start.reshape(-1)[0])
-        table, layout = LocalTable.exactly(policy, kept, start // b * b, fed)
-        shared, copied = table.behind(parent.table, parent.numbers, begin, b, total)
-        wanted = table.used & (shared == total)
-        needed, most = int(wanted.sum(axis=1).max()), total - parent.num_pages
+        own = without(self.pool.named(self.pool.exact(table)), held)
+        needed, most = max(counts(own)), self.pool.documents - parent.num_pages
         require(
             needed <= most,
-            f"a document of {fed:,} tokens needs {needed:,} pages beside those of the one that it continues: the "
-            f"engine holds {most:,} more (pages)",
+            f"a document of {len(document.tokens):,} tokens needs {needed:,} pages beside those of the one that it "
+            f"continues: the engine holds {most:,} more (pages)",
         )
         if not self.make_room(needed):
             return needed
-        with self._taking(wanted) as new:
-            numbers = np.minimum(shared, new)
-            before = dataclasses.replace(table, kept=parent.table.kept)
-            written = np.where(table.in_window & (shared < total), total, numbers)  # shared pages are not written
-            out = before.numbered(written, table.widths, total, self._on_mesh)
-            copies = self._numbers(copied), self._numbers(np.where(copied < total, numbers, total))
-            row = self.row_table(parent, parent.table.widths), own
-            self.pool = self._run(programs.join, self.pool, answers, *row, out, copies)
-            self.free.share(shared)
-        document.attended_share = parent.attended_share
-        self._entered(document, table, layout, numbers)
+        self.enter(document, table, parent.attended_share)
         return 0
 
-    def row_table(self, document: Document, widths: TableWidths) -> RowTable:
-        """The table of a document on the device."""
-        assert document.table is not None
-        assert document.numbers is not None
-        return document.table.numbered(document.numbers, widths, self.free.total, self._on_mesh)
+    def enter_context(self, document: Document, rows: Rows, attended_share: float) -> None:
+        """Enters a document of a context of one row in host memory."""
+        document.table, document.pages, document.chunks = chunks_of(self.pool, rows, self._chunk)
+        document.attended_share = attended_share
 
-    def _entered(
-        self, document: Document, table: LocalTable, layout: CacheLayout, numbers: Int32[np.ndarray, "D P"]
-    ) -> None:
-        document.table, document.layout, document.numbers = table, layout, numbers
+    def entered(self, document: Document) -> None:
+        """A document has been read: it is to be stored."""
         if self.is_stored(document):
             _settle(document.storing, None)
         elif self._storage is not None and document.named:
             if document.storing is None or document.storing.done():
                 document.storing = Future()
             self._unstored.append(document)
-        document.state = "device"  # last: who sees that waits for `storing`
-
-    def _numbers(self, numbers: Int32[np.ndarray, "D n"]) -> PageNumbers:
-        return PageNumbers.of(numbers, self._on_mesh)
+        document.state = "device" if document.here else "host"  # last: who sees that waits for `storing`
 
     def _leave(self, document: Document) -> None:
         """Moves a document off the device, if it has another copy, or can get one, or is not named."""
@@ -296,9 +239,7 @@ class Documents:
 
     def _gone(self, document: Document) -> None:
         """Frees the pages of a document on the device; without another copy it is `lost`."""
-        if document.numbers is not None:
-            self.free.give_back(document.numbers)
-            document.numbers = None
+        self._release(document)
         if document.chunks is not None:
             document.state = "host"
         elif self.is_stored(document):
@@ -313,7 +254,7 @@ class Documents:
 
     def num_bytes(self, document: Document) -> int:
         """Bytes of a document's pages, on all devices."""
-        return document.num_pages * self.page_bytes
+        return document.num_pages * self.pool.page_bytes
 
     def _to_host(self, document: Document) -> bool:
         """Starts a copy to host memory; false where there is no room."""
@@ -337,15 +278,18 @@ class Documents:
             if other is not but and (other.state == "device" or self.is_stored(other)):
                 free += self.num_bytes(other)
                 other.chunks = None
-                other.state = "disk" if other.numbers is None else other.state
+                other.state = other.state if other.here else "disk"
         return free >= 0
 
-    def _copies(self, document: Document) -> list[PagedCache]:
+    def _copies(self, document: Document) -> list[Rows]:
         """Starts copies of a document's pages to host memory."""
-        assert document.numbers is not None
-        assert document.table is not None
-        parts = document.table.chunked(document.numbers, self._chunk, self.free.total)
-        return [jax.tree.map(_pinned, self._run(programs.fetch, self.pool, self._numbers(part))) for part in parts]
+        assert document.pages is not None
+        free = [self.pool.free_pages(part, self._chunk) for part in self._parts(document.pages)]
+        return [jax.tree.map(_pinned, self._run(programs.fetch, self.pool.lend(None, part))) for part in free]
+
+    def _parts(self, pages: Numbers) -> list[Numbers]:
+        """Pages in chunks."""
+        return [[own[i : i + self._chunk] for own in pages] for i in range(0, max(counts(pages)), self._chunk)]
 
     def load(self, document: Document) -> bool:
         """Whether a document's pages are in host memory; if not, another thread reads them from disk."""
@@ -355,7 +299,9 @@ class Documents:
                 context = self._storage.load(document.id)
                 if context is None:
                     return False
-                self._loaded(document, context)
+                context.require_made_by(self._lm)
+                require(context.token_ids() == document.tokens, "it holds other tokens")
+                self.enter_context(document, context.rows, float(np.asarray(context.attended_share)[0]))
             except MemoryError:
                 raise
             except Exception as error:
@@ -366,7 +312,7 @@ class Documents:
                 raise damaged from error
             document.state = "host"
             self._free_host(0, but=document)
-        needed, total = document.num_pages, self.free.total
+        needed, total = document.num_pages, self.pool.documents
         require(needed <= total, f"document {document.id!r} has {needed:,} pages: the engine holds {total:,}")
         return True
 
@@ -377,20 +323,22 @@ class Documents:
 
     def bring(self, document: Document) -> bool:
         """Starts to move a document from host memory to the device; false where there is no room."""
-        chunks = document.chunks  # other documents may need its place in host memory now
-        assert document.table is not None
-        assert chunks is not None
+        chunks, table, old = document.chunks, document.table, document.pages
+        assert chunks is not None  # other documents may need its place in host memory now
+        assert table is not None
+        assert old is not None
         if not self.make_room(document.num_pages):
             return False
+        pages = self.pool.allocator.take(counts(old))
+        document.table, document.pages, document.here = self.pool.renumbered(table, old, pages), pages, True
         try:
-            with self._taking(document.table.used) as numbers:
-                parts = zip(document.table.chunked(numbers, self._chunk, self.free.total), chunks, strict=True)
-                arriving = [_Arriving(document, part, jax.tree.map(_to_device, chunk)) for part, chunk in parts]
+            parts = zip(self._parts(pages), chunks, strict=True)
+            arriving = [_Arriving(document, part, jax.tree.map(_to_device, chunk)) for part, chunk in parts]
         except Exception:
             document.chunks = None  # it may be what is wrong
             self._gone(document)
             raise
-        document.numbers, document.state = numbers, "moving"
+        document.state = "moving"
         self._arriving += arriving
         self._free_host(0)
         return True
@@ -400,18 +348,19 @@ class Documents:
         left = []
         for arriving in self._arriving:
             document = arriving.document
-            if document.numbers is None:  # it was forgotten, or has failed
+            if not document.here:  # it was forgotten, or has failed
                 continue
             try:
                 if all(x.is_ready() for x in jax.tree.leaves(arriving.pages)):
-                    self.pool = self._run(programs.place, self.pool, arriving.pages, self._numbers(arriving.numbers))
+                    to = self.pool.free_pages(arriving.numbers, self._chunk)
+                    self.pool.take_back(self._run(programs.place, self.pool.lend(None, to), arriving.pages))
                 else:
                     left.append(arriving)
             except Exception as error:
                 document.chunks = None
                 self._gone(document)
                 self._failures.append((document, error))
-        self._arriving = [each for each in left if each.document.numbers is not None]
+        self._arriving = [each for each in left if each.document.here]
         return bool(self._arriving)
 
     def is_here(self, document: Document) -> bool:
@@ -445,23 +394,15 @@ class Documents:
             entry = Entry(document.id, document.tokens, document.parts, document.created)
             chunks = self._copies(document) if document.chunks is None else document.chunks
             assert document.table is not None
-            assert document.layout is not None
+            assert document.pages is not None
             assert document.attended_share is not None
-            row = document.table, document.layout, document.attended_share
+            row = self.pool, document.table, document.pages, document.attended_share
             make = functools.partial(context_of, self._lm, entry, *row, chunks)
             self._writing = self._storage.store(entry, self.num_bytes(document), make, lambda: not storing.done())
         except Exception as error:
             note(error)
         else:
             self._writing.add_done_callback(lambda writing: note(writing.exception()))
-
-    def _loaded(self, document: Document, context: Context) -> None:
-        """Enters the pages of a loaded document."""
-        context.require_made_by(self._lm)
-        require(context.token_ids() == document.tokens, "it holds other tokens")
-        document.table, document.layout = LocalTable.of_row(context.cache, 0), context.layout
-        document.attended_share = float(np.asarray(context.attended_share)[0])
-        document.chunks = chunks_of(context.cache, document.table, self._chunk)
 
 
 def _gone_error(document: Document) -> UserError:

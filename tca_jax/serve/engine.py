@@ -19,15 +19,16 @@ import jax
 from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompt, require_positions
+from tca_jax.engine.read import page_bytes
 from tca_jax.engine.request import AnswerOptions
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, check_integer, require
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
-from tca_jax.pallas_kernels.kv import num_bytes
-from tca_jax.serve.batch import Request
+from tca_jax.serve.batch import Request, own_pages
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import Document, Documents, document_id
+from tca_jax.serve.pages import PagePool
 from tca_jax.serve.scheduler import Scheduler
 from tca_jax.serve.storage import Storage
 from tca_jax.serve.streams import Stream
@@ -223,9 +224,10 @@ class Engine:
             host_memory = int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.lm, self.max_rows = lm, int(max_rows)
         storage = None if disk is None else Storage(Path(disk), disk_bytes)
-        self._documents = Documents(lm, int(pages), int(host_memory), storage)
+        self._pool = PagePool(lm, int(pages), _answer_pages(lm, int(max_rows), int(answer_tokens)))
+        self._documents = Documents(lm, self._pool, int(host_memory), storage)
         self._storage = storage
-        self._scheduler = Scheduler(lm, self._documents, int(max_rows), int(answer_tokens), kernels)
+        self._scheduler = Scheduler(lm, self._documents, int(max_rows), kernels)
         self._loop = Loop(self._scheduler)
 
     def __enter__(self) -> Engine:
@@ -248,17 +250,17 @@ class Engine:
     @property
     def document_pages(self) -> Pages:
         """Pages for documents."""
-        return Pages(self._documents.free.free, self._documents.free.total)
+        return Pages(self._pool.free, self._pool.documents)
 
     @property
     def answer_pages(self) -> Pages:
         """Pages for questions and answers."""
-        return Pages(self._scheduler.pages.free, self._scheduler.pages.total)
+        return Pages(self._pool.free_answers, self._pool.answers)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page on all devices."""
-        return self._documents.page_bytes
+        return self._pool.page_bytes
 
     # Documents
 
@@ -462,15 +464,18 @@ class Engine:
         )
 
 
+def _answer_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
+    return max_rows * own_pages(lm, lm.config.max_context, answer_tokens)[0]
+
+
 def _default_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
     """Pages of documents for which a device has memory beside the model and a batch of answers."""
     stats = jax.local_devices()[0].memory_stats() or {}
     limit: Any = memory_bytes()
     require(limit is not None, "the device does not report its memory limit; pass pages")
     free = (limit - stats["bytes_in_use"]) * (1 - _READING_SHARE) if "bytes_in_use" in stats else limit * _CPU_SHARE
-    page = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
-    answers = max_rows * lm.following_layout(1, lm.config.max_context, answer_tokens).num_pages
+    page, answers = page_bytes(lm), _answer_pages(lm, max_rows, answer_tokens)
     pages = int(free // page) - answers
     need = f"max_rows = {max_rows} with answer_tokens = {answer_tokens} need {answers * page / 1e9:,.1f} GB"
     require(pages >= 1, f"{need}: the device has {free / 1e9:,.1f} GB for answers and documents")
-    return min(pages, 2**31 - 1)
+    return min(pages, 2**31 - 1 - answers)

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -16,23 +16,23 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
+from tca_jax.engine import read
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
+from tca_jax.engine.pages import Numbers, Rows
 from tca_jax.engine.prompts import bucket_length, pad_tokens
-from tca_jax.engine.read import own_reader, require_finite
 from tca_jax.errors import UserError, require
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.programs import Program, results_of
-from tca_jax.serve import programs
+from tca_jax.programs import results_of
 from tca_jax.serve.batch import Batch, Request, StepOutput, is_intact
 from tca_jax.serve.constraints import packed_mask
 from tca_jax.serve.documents import Document, Documents, document_id
-from tca_jax.serve.pages import FreePages
+from tca_jax.serve.pages import Widths, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
-# Tokens times layers of a part; a layer is the least. Running answers wait as long as a part takes: for a layer of
+# Tokens times layers between two steps; a layer is the least. Running answers wait as long as they take: for a layer of
 # LLaMA-3.1-8B at 131,072 tokens 57 TFLOP of matrix products, a tenth of a second of an H200, and its attention.
 _PART_TOKENS = 131_072
 _COMPILERS = 2  # threads
@@ -41,15 +41,15 @@ _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """The rounds of the engine's thread. Other threads call `require_pages`, `require_room` and `pages` alone.
+    """The rounds of the engine's thread. Other threads call `require_pages` and `require_room` alone.
 
     Requests get pages in order of arrival: after one that waits for pages, none takes any, unless it already pins its
     document, which only its end unpins. So each request that waits comes to its turn.
     """
 
-    def __init__(self, lm: LM, documents: Documents, max_rows: int, answer_tokens: int, backend: Backend) -> None:
-        self._lm, self._documents = lm, documents
-        self._batch = Batch(lm, documents, max_rows, answer_tokens, backend)
+    def __init__(self, lm: LM, documents: Documents, max_rows: int, backend: Backend) -> None:
+        self._lm, self._documents, self._pool = lm, documents, documents.pool
+        self._batch = Batch(lm, documents.pool, max_rows, backend)
         self._prefiller = Prefiller(lm, documents, backend, self._recover)
         self._waiting: list[Request] = []
         self._arrivals = itertools.count()
@@ -58,24 +58,18 @@ class Scheduler:
 
     # What other threads call
 
-    @property
-    def pages(self) -> FreePages:
-        """Pages of answers."""
-        return self._batch.free
-
     def require_pages(self, tokens: int) -> None:
         """Raises ValueError if a document of so many tokens can never be held."""
-        needed = self._lm.cache_layout(1, bucket_length(tokens)).num_pages
-        total = self._documents.free.total
+        needed, total = read.num_pages(self._lm, self._lm.cache_layout(1, bucket_length(tokens))), self._pool.documents
         require(needed <= total, f"{tokens:,} tokens need {needed:,} pages: the engine holds {total:,} (pages)")
 
     def require_room(self, document_tokens: int, own_tokens: int) -> None:
         """Raises ValueError if a question and its answer can never be held."""
-        needed = self._batch.own_layout(document_tokens, own_tokens).num_pages
+        needed, _ = self._batch.own_pages(document_tokens, own_tokens)
         require(
-            needed <= self.pages.total,
+            needed <= self._pool.answers,
             f"question and answer of up to {own_tokens:,} tokens need {needed:,} pages: all rows of the engine "
-            f"together have {self.pages.total:,} (answer_tokens, max_rows)",
+            f"together have {self._pool.answers:,} (answer_tokens, max_rows)",
         )
 
     # What its own thread calls
@@ -114,7 +108,7 @@ class Scheduler:
         documents = self._documents
         under_way = documents.move()
         for document, error in documents.failures():
-            for request in [each for each in self._waiting if each.document is document and each.table is None]:
+            for request in [each for each in self._waiting if each.document is document and not each.reserved]:
                 self._fail(request, error)
             self._recover(error)
         under_way |= documents.store()
@@ -149,23 +143,24 @@ class Scheduler:
 
     def _recover(self, error: Exception) -> None:
         """Replaces the arrays that a failed program has consumed: rows of the batch fail, other requests restart."""
-        batch, pool = self._batch.is_intact, is_intact(self._documents.pool)
+        batch, pool = self._batch.is_intact, is_intact(self._pool.arrays)
         if batch and pool:
             return
         _log.error("the batch begins again after an error", exc_info=error)
+        self._batch.broken = True  # its pages are freed together
         for request in self._batch.requests:
             self._fail(request, error)
         for request in self._waiting:
             self._begin_again(request)
-        if not batch:
-            self._batch.begin_again()
+        self._batch.begin_again()
         if not pool:
+            self._prefiller.begin_again()
             self._documents.renew()
 
     def _begin_again(self, request: Request) -> None:
         """Frees the pages of a request that is not in the batch; it waits again."""
-        self._batch.give_back_pages(request)
-        request.table = request.own = request.logits = None
+        self._batch.end(request)
+        request.logits = None
         request.fed = 0
         if request.document.named:
             self._unpin(request)
@@ -220,9 +215,9 @@ class Scheduler:
             raise document.error
         if request.needed_pages:  # later requests do not take the pages of its target
             self._wait_for_room(request, request.needed_pages)
-        if request.table is None and not (self._is_here(request) and self._begin(request)):
+        if not request.reserved and not (self._is_here(request) and self._begin(request)):
             return False
-        if request.fed < len(request.new) or request.own is None:
+        if request.fed < len(request.new) or request.logits is None:
             self._batch.feed(request)
             if request.fed < len(request.new):
                 return True
@@ -254,10 +249,10 @@ class Scheduler:
             self._first_blocked = min(self._first_blocked, request.arrival)
 
     def _begin(self, request: Request) -> bool:
-        """Gives a request pages of its own; false without enough pages, or without a row for its answer."""
-        layout = self._batch.own_layout(len(request.document.tokens), len(request.new) + request.max_new_tokens)
+        """Gives a request a row of its own; false without enough pages, or without a place in the batch."""
+        pages, _ = self._batch.own_pages(len(request.document.tokens), request.own_tokens)
         has_row = request.target is not None or self._batch.free_slot is not None
-        if self._answers_blocked or not has_row or layout.num_pages > self.pages.free:
+        if self._answers_blocked or not has_row or pages > self._pool.free_answers:
             self._answers_blocked = True
             return False
         pinned = request.pins
@@ -267,7 +262,7 @@ class Scheduler:
                 self._unpin(request)
             return False
         self._documents.touch(request.document)
-        self._batch.take_pages(request, layout)
+        self._batch.begin(request)
         return True
 
     def _pin(self, request: Request) -> None:
@@ -280,9 +275,10 @@ class Scheduler:
 
     def _become(self, request: Request, target: Document) -> bool:
         """Enters the target of a request; without room the request restarts, for others may need its pages."""
-        assert request.own is not None
+        assert request.held is not None
         self._require_finite(request, bool(np.isfinite(on_host(request.logits)).all()))
-        request.needed_pages = self._documents.enter_joined(target, request.document, request.own, self._batch.pool)
+        table = self._batch.table_of(request)
+        request.needed_pages = self._documents.enter_row(target, request.document, table, request.held)
         if request.needed_pages:
             self._wait_for_room(request, request.needed_pages)
             self._begin_again(request)
@@ -310,7 +306,7 @@ class Scheduler:
         if not finite:
             tokens = np.asarray([request.tokens], np.int32)
             lengths, finite_rows = np.asarray([tokens.shape[1]], np.int32), np.zeros(1, bool)
-            require_finite(self._lm, tokens, lengths, finite_rows, "prompts")
+            read.require_finite(self._lm, tokens, lengths, finite_rows, "prompts")
 
     def _hand_out(self, output: StepOutput) -> None:
         """Gives streams their new tokens, and ends those that have ended."""
@@ -375,24 +371,25 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         if request in self._waiting:
             self._waiting.remove(request)
-        if request.slot is not None:
-            self._batch.rows[request.slot], request.slot = None, None
-        self._batch.give_back_pages(request)
         self._unpin(request)
+        try:
+            self._batch.end(request)
+        except Exception as error:
+            self._recover(error)
 
     def _kept(self, request: Request) -> str | None:
         """The id of the document that a row's tokens become; None where there is no room for it."""
         assert request.stream is not None
-        assert request.slot is not None
+        assert request.held is not None
         fed = request.stream.tokens[: request.streamed - 1]
         tokens, parts = request.tokens + fed, (*request.document.parts, len(request.new) + len(fed))
         id_ = document_id(self._lm, tokens, parts, named=True)
         found = self._documents.get(id_)
         if found is None or found.state == "failed":
             document = Document(id_, tokens, parts, named=True)
-            own = self._batch.own_row(request.slot)
+            table = self._batch.table_of(request)
             try:
-                if self._documents.enter_joined(document, request.document, own, self._batch.pool):
+                if self._documents.enter_row(document, request.document, table, request.held):
                     return None
             except UserError:  # there never will be room
                 return None
@@ -401,30 +398,32 @@ class Scheduler:
 
 
 @dataclasses.dataclass(eq=False)
-class PrefillState:
+class Reading:
     """Documents that are being read together."""
 
     documents: list[Document]
     layout: CacheLayout
     tokens: Int32[np.ndarray, "B L"]  # right-padded
     lengths: Int32[np.ndarray, " B"]
-    pages: Int32[np.ndarray, "D P"]  # reserved for them
-    programs: collections.deque[Future[tuple[Callable[..., Any], float]]]  # of the parts left, with compile seconds
-    arguments: Any  # of the next part, on the devices; in the end a `PrefillResult`
+    pages: Numbers  # reserved for them
+    table: Rows  # of the pool, with its free pages
+    programs: collections.deque[Future[Any]]  # the first one, those of the layers, the last one; or a `ReadRows`
+    stream: tuple[Any, ...] = ()  # x, cos, sin and attended shares; in the end logits and attended shares
 
 
 class Prefiller:
-    """Reads documents in order of arrival, short ones together, a group of layers at a time.
+    """Reads documents in order of arrival, short ones together, some layers at a time.
 
     Programs compile in threads of their own, while answers go on. `recover` is called after each error, which may have
-    consumed the pool of documents. `waits` is the arrival of the document that waits for pages of others.
+    consumed the pool. `waits` is the arrival of the document that waits for pages of others.
     """
 
     def __init__(self, lm: LM, documents: Documents, backend: Backend, recover: Callable[[Exception], None]) -> None:
-        self._lm, self._program_lm, self._documents, self._backend = lm, lm.for_programs(), documents, backend
+        self._lm, self._program_lm, self._bare_lm = lm, lm.for_programs(), lm.without_weights()
+        self._documents, self._pool, self._backend = documents, documents.pool, backend
         self._recover, self.waits = recover, math.inf
         self._waiting: collections.deque[Document] = collections.deque()
-        self._current: PrefillState | None = None
+        self._current: Reading | None = None
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="tca-jax-compile")
 
     def add(self, document: Document, *, first: bool = False) -> None:
@@ -443,26 +442,36 @@ class Prefiller:
         """Ends its threads after their compilations, without waiting."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
-    def read_on(self, before: float) -> bool:
-        """Reads a part of the next documents that arrived `before`; false if none fits, or its program compiles."""
-        state = self._current or self._begin(before)
-        if state is None:
-            return False
-        if not any(map(_is_wanted, state.documents)):
+    def begin_again(self) -> None:
+        """Reads the current documents from their beginning."""
+        if self._current is not None:
+            self._waiting.extendleft(reversed(self._current.documents))
             self._end()
-            for document in state.documents:
+
+    def read_on(self, before: float) -> bool:
+        """Reads on in the next documents that arrived `before`; false if none fits, or its program compiles."""
+        reading = self._current or self._begin(before)
+        if reading is None:
+            return False
+        if not any(map(_is_wanted, reading.documents)):
+            self._end()
+            for document in reading.documents:
                 self._documents.drop(document)
             return True
-        if not state.programs[0].done():
+        if not reading.programs[0].done():
             return False
         try:
-            self._read_part(state)
+            self._read_layers(reading)
+            if not reading.programs:
+                self._enter(reading)
         except Exception as error:
             self._end()
-            self._fail(state.documents, error)
+            for document in reading.documents:
+                self._documents.fail(document, error)
+            self._recover(error)
         return True
 
-    def _begin(self, before: float) -> PrefillState | None:
+    def _begin(self, before: float) -> Reading | None:
         """Starts the document that waits longest, and short ones with it, if there are pages for them."""
         for document in [each for each in self._waiting if not _is_wanted(each)]:
             self._waiting.remove(document)
@@ -470,19 +479,24 @@ class Prefiller:
         self.waits = math.inf
         if not self._waiting or self._waiting[0].arrival > before:
             return None
-        group = self._group()
+        group, pool = self._group(), self._pool
         layout = self._lm.cache_layout(len(group), bucket_length(max(len(each.tokens) for each in group)))
-        pages = self._documents.reserve(layout.num_pages)
-        if pages is None:
-            if self._documents.would_have_room(layout.num_pages):
+        count = read.num_pages(self._lm, layout)
+        if not self._documents.make_room(count):
+            if self._documents.would_have_room(count):
                 self.waits = group[0].arrival
             return None
         for document in group:
             self._waiting.remove(document)
         tokens, lengths = pad_tokens([each.tokens for each in group], self._lm.pad_token_id)
-        parts = collections.deque(self._programs(tokens, lengths, layout))
-        self._current = PrefillState(group, layout, tokens, lengths, pages, parts, (tokens, lengths))
-        wait([parts[0]], _COMPILE_WAIT_SECONDS)
+        pages = pool.allocator.take(count)
+        means = read.mean_columns(self._lm.method.cache, layout.prompt_tokens + layout.window_columns * pool.block_size)
+        widths = Widths(max(layout.kept_columns), layout.num_window_pages, means)
+        table = pool.on_device(pool.empty_table(self._lm, len(group), widths))
+        table = dataclasses.replace(table, free=pool.free_pages(pages, count))
+        self._current = Reading(group, layout, tokens, lengths, pages, table, collections.deque())
+        self._compile(self._current)
+        wait([self._current.programs[0]], _COMPILE_WAIT_SECONDS)
         return self._current
 
     def _group(self) -> list[Document]:
@@ -491,59 +505,103 @@ class Prefiller:
         if first > _TOGETHER_TOKENS:
             return [self._waiting[0]]
         same = [each for each in self._waiting if bucket_length(len(each.tokens)) == first]
-        fit = self._documents.free.total // self._lm.cache_layout(1, first).num_pages
+        fit = self._pool.documents // read.num_pages(self._lm, self._lm.cache_layout(1, first))
         most = min(len(same), fit, max(1, _TOGETHER_TOKENS // first))
         return same[: 1 << (most.bit_length() - 1)]
 
-    def _programs(
-        self, tokens: Int32[np.ndarray, "B L"], lengths: Int32[np.ndarray, " B"], layout: CacheLayout
-    ) -> list[Future[tuple[Callable[..., Any], float]]]:
-        """The programs of all parts; missing ones start to compile."""
-        lm, static = self._program_lm, {"layout": layout, "backend": self._backend}
-        layers, of_part = lm.config.num_layers, max(1, _PART_TOKENS // tokens.size)
-        if of_part >= layers or own_reader(lm, layout):
-            return [self._compilers.submit(programs.read.prepare, lm, tokens, lengths, **static)]
-        ends = [*range(of_part, layers, of_part), layers]
-        parts = list(zip([0, *ends], ends, strict=False))
-        first = self._compilers.submit(programs.read_first.prepare, lm, tokens, lengths, layers=parts[0], **static)
-
-        def after_first(program: Program, part: tuple[int, int]) -> tuple[Callable[..., Any], float]:
-            return program.prepare(lm, *results_of(first.result()[0]), layers=part, **static)
-
-        more = [self._compilers.submit(after_first, programs.read_more, part) for part in parts[1:-1]]
-        return [first, *more, self._compilers.submit(after_first, programs.read_last, parts[-1])]
-
-    def _read_part(self, state: PrefillState) -> None:
-        program, _ = state.programs.popleft().result()
-        # Waited for, so that an error is that of these documents, and a new request waits for one part at most.
-        state.arguments = jax.block_until_ready(program(self._program_lm, *state.arguments))
-        if state.programs:
+    def _compile(self, reading: Reading) -> None:
+        """Starts to compile the programs that are missing."""
+        lm, submit, of_prompts = self._program_lm, self._compilers.submit, (reading.tokens, reading.lengths)
+        if lm.method.cache.reader is not None and reading.layout.has_ranked_blocks:
+            given = *of_prompts, reading.lengths, reading.layout
+            reading.programs.append(submit(read.read, lm, *given, backend=self._backend))
             return
-        found: programs.PrefillResult = state.arguments
-        finite, shares, logits = on_host((found.finite, found.attended_share, found.logits))
-        self._end()  # the documents take the reserved pages
-        for row, document in enumerate(state.documents):
-            own = slice(row, row + 1)
+        begin = submit(read.begin_program.prepare, lm, *of_prompts, layout=None, more_pages=0)
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._rows(reading))
+
+        def layer(number: int) -> tuple[Callable[..., Any], float]:
+            given = self._of_layer(reading, number, results_of(begin.result()[0])[:4], rows)
+            return read.layer_program.prepare(*given, **self._static(reading, number))
+
+        def end() -> tuple[Callable[..., Any], float]:
+            x, _, _, shares, _ = results_of(begin.result()[0])
+            return read.end_program.prepare(lm, x, reading.lengths, shares)
+
+        layers = range(lm.config.num_layers)
+        if read.static_layer(lm.method, 0) is None:
+            of_layers = [submit(layer, 0)] * len(layers)
+        else:
+            of_layers = [submit(layer, number) for number in layers]
+        reading.programs.extend([begin, *of_layers, submit(end)])
+
+    def _rows(self, reading: Reading) -> Rows:
+        return self._pool.lend(reading.table)
+
+    def _of_layer(self, reading: Reading, number: int, stream: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:
+        """Arguments of a layer's program."""
+        x, cos, sin, shares = stream
+        given = x, shares, rows, cos, sin, reading.lengths, reading.lengths, np.int32(number)
+        return self._bare_lm, self._program_lm.layer_params(number), *given
+
+    def _static(self, reading: Reading, number: int) -> dict[str, Any]:
+        lm = self._program_lm
+        options = {"layout": reading.layout, "backend": self._backend, "graphdef": lm.layer_graphdef}
+        return options | {"layer": read.static_layer(lm.method, number)}
+
+    def _read_layers(self, reading: Reading) -> None:
+        """Runs programs until answers take a step again, or one still compiles."""
+        lm, layers, tokens = self._program_lm, self._lm.config.num_layers, reading.tokens.size
+        left = max(_PART_TOKENS, tokens)
+        while reading.programs and reading.programs[0].done():
+            number, found = layers + 1 - len(reading.programs), reading.programs[0].result()
+            if 0 <= number < layers and left < tokens:
+                break
+            reading.programs.popleft()
+            if isinstance(found, read.ReadRows):
+                reading.stream = found.logits, found.attended_share, found.rows
+            elif number < 0:
+                reading.stream = found[0](lm, reading.tokens, reading.lengths)[:4]
+            elif number < layers:
+                left -= tokens
+                given = self._of_layer(reading, number, reading.stream, self._rows(reading))
+                x, shares, rows = found[0](*given)
+                reading.table, reading.stream = self._pool.take_back(rows), (x, *reading.stream[1:3], shares)
+            else:
+                x, _, _, shares = reading.stream
+                reading.stream = found[0](lm, x, reading.lengths, shares)
+        # Waited for, so that an error is that of these documents, and a new request waits for these layers at most.
+        jax.block_until_ready((reading.stream, self._pool.arrays))
+
+    def _enter(self, reading: Reading) -> None:
+        """Enters documents that were read, and frees the pages that they do not need."""
+        logits, shares, *read_rows = on_host(reading.stream)
+        nothing: Any = {"k": None, "v": None, "free": None}
+        table = on_host(dataclasses.replace(read_rows[0] if read_rows else reading.table, **nothing))
+        for row, document in enumerate(reading.documents):
+            own, of_row, share = slice(row, row + 1), row_of(table, row), float(shares[row])
             try:
-                require_finite(self._lm, state.tokens[own], state.lengths[own], finite[own], "document")
-                self._documents.enter(document, found.cache, row, float(shares[row]))
+                finite = np.isfinite(logits[own]).all(axis=-1)
+                read.require_finite(self._lm, reading.tokens[own], reading.lengths[own], finite, "document")
+                if read_rows:
+                    rows = dataclasses.replace(of_row, k=read_rows[0].k, v=read_rows[0].v)
+                    self._documents.enter_context(document, rows, share)
+                    self._documents.entered(document)
+                else:
+                    self._documents.enter(document, of_row, share)
             except Exception as error:
-                self._fail([document], error)
+                self._documents.fail(document, error)
+                self._recover(error)
             document.logits = None if document.named else logits[own]
+        self._end()
 
     def _end(self) -> None:
-        """Ends the current prefill and frees its pages."""
-        state, self._current = self._current, None
-        if state is None:
+        """Ends the current reading and frees its pages."""
+        reading, self._current = self._current, None
+        if reading is None:
             return
-        for program in state.programs:
+        for program in reading.programs:
             program.cancel()
-        self._documents.free.give_back(state.pages)
-
-    def _fail(self, documents: Sequence[Document], error: Exception) -> None:
-        for document in documents:
-            self._documents.fail(document, error)
-        self._recover(error)
+        self._pool.allocator.release(reading.pages)
 
 
 def _is_wanted(document: Document) -> bool:

@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.contexts import Context, identity_of
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
+from tca_jax.engine.pages import FreePages, Numbers, Rows
 from tca_jax.errors import require
-from tca_jax.serve.pages import LocalTable, pool_only
+from tca_jax.serve.pages import PagePool, counts
 
 _log = logging.getLogger(__name__)
 _ENTRY, _CONTEXT, _TEMPORARY = "document.json", "context", ".tmp-"
@@ -164,45 +164,49 @@ def _sync(folder: Path) -> None:
 
 
 def context_of(
-    lm: LM, entry: Entry, table: LocalTable, layout: CacheLayout, share: float, chunks: Sequence[PagedCache]
+    lm: LM, entry: Entry, pool: PagePool, table: Rows, pages: Numbers, share: float, chunks: Sequence[Rows]
 ) -> Context:
-    """The context of a document whose pages are in host memory."""
-    on_mesh = lm.mesh is not None
+    """The context of a document whose pages are in host memory; the table names them in the pool."""
+    axis, most = 2 if pool.on_mesh else 0, max(counts(pages))
 
-    def unpack(*pieces: Any) -> np.ndarray:
-        packed = np.concatenate([np.asarray(on_host(x)) for x in pieces], axis=2 if on_mesh else 0)
-        packed = packed[0] if on_mesh else packed[None]
-        out = np.zeros((len(packed), table.num_pages, *packed.shape[2:]), packed.dtype)
-        for mine, theirs, used in zip(out, packed, table.used, strict=True):
-            mine[used] = theirs[: used.sum()]
-        return out[None] if on_mesh else out[0]
+    def joined(*parts: Any) -> np.ndarray:
+        whole = np.concatenate([np.asarray(on_host(x)) for x in parts], axis=axis)
+        return whole[(slice(None),) * axis + (slice(most),)]
 
-    k, v = jax.tree.map(unpack, *[(chunk.k, chunk.v) for chunk in chunks])
+    k, v = jax.tree.map(joined, *[(chunk.k, chunk.v) for chunk in chunks])
+    table = pool.renumbered(table, pages, [np.arange(count, dtype=np.int32) for count in counts(pages)], most)
+    lead = table.start.shape[:-1]
+    free: Any = FreePages(np.zeros((*lead, 0), np.int32), np.zeros(lead, np.int32))  # type: ignore[arg-type]
     return Context(
-        cache=table.cache(k, v, layout.kept_columns, on_mesh),
+        rows=dataclasses.replace(table, k=k, v=v, free=free),
         tokens=jnp.asarray([entry.tokens], jnp.int32),
         lengths=jnp.asarray([len(entry.tokens)], jnp.int32),
-        prompt_lengths=jnp.asarray([entry.parts[0]], jnp.int32),
         attended_share=jnp.asarray([share], jnp.float32),
         compile_seconds=0.0,
         prefill_seconds=0.0,
-        layout=layout,
+        window=lm.method.cache.window,
         shards=lm.head_shards,
         identity=identity_of(lm),
     )
 
 
-def chunks_of(cache: PagedCache, table: LocalTable, size: int) -> list[PagedCache]:
-    """The pages of a cache of one row in chunks of `size` pages; `table` is the row's."""
-    on_mesh = len(cache.k.shape) > 3
-    k, v = on_host((cache.k, cache.v))
-    numbers = np.tile(np.arange(table.num_pages, dtype=np.int32), (len(table.table), 1))
+def chunks_of(pool: PagePool, rows: Rows, size: int) -> tuple[Rows, Numbers, list[Rows]]:
+    """The table of a context of one row on the host, the numbers of its pages, and these pages by `size`."""
+    nothing: Any = None
+    bare = dataclasses.replace(rows, k=nothing, v=nothing, free=nothing)
+    named = pool.named(pool.exact(bare), rows.num_pages)
+    pages = [np.arange(len(own), dtype=np.int32) for own in named]
+    table = pool.exact(pool.renumbered(bare, named, pages))
 
-    def chunk(numbers: np.ndarray, x: Any) -> np.ndarray:
-        by_device = x[0] if on_mesh else x[None]
-        picked = np.stack([own[np.minimum(n, len(own) - 1)] for own, n in zip(by_device, numbers, strict=True)])
-        return picked[None] if on_mesh else picked[0]
+    def chunk(first: int, x: np.ndarray) -> np.ndarray:
+        parts = []
+        for own, numbers in zip(x[0] if pool.on_mesh else x[None], named, strict=True):
+            picked = own[numbers[first : first + size]]
+            parts.append(np.pad(picked, ((0, size - len(picked)), *((0, 0),) * (picked.ndim - 1))))
+        return np.stack(parts)[None] if pool.on_mesh else parts[0]
 
-    parts = table.chunked(numbers, size, table.num_pages)
-    chunks = [jax.tree.map(functools.partial(chunk, part), (k, v)) for part in parts]
-    return [pool_only(dataclasses.replace(cache, k=k, v=v)) for k, v in chunks]
+    chunks = []
+    for first in range(0, max(counts(named)), size):
+        k, v = jax.tree.map(functools.partial(chunk, first), (rows.k, rows.v))
+        chunks.append(dataclasses.replace(pool.arrays, k=k, v=v))
+    return table, pages, chunks
