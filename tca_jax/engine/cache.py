@@ -72,8 +72,7 @@ class CacheLayout:
             )
 
         b, w = policy.block_size, policy.window
-        # The next token has a place, too: else whole blocks would leave a window of fewer pages than the policy's.
-        columns = min(cdiv(prompt_tokens + max(fed_tokens, 1), b), w // b + 1 + cdiv(fed_tokens, b))
+        columns = min(cdiv(prompt_tokens + fed_tokens, b), w // b + 1 + cdiv(fed_tokens, b))
         region = math.lcm(REGION_ALIGNMENT, b)  # a selection comes in such pieces
         pages = tuple(_pages_by_device(kept(layer), b, region, shards, layer) for layer in range(num_layers))
         budgets = policy.shared_capacities(prompt_tokens, num_layers, num_kv_heads) or ()

@@ -12,8 +12,9 @@ from serving import Watched
 from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
+from tca_jax.engine import read
 from tca_jax.errors import UserError
-from tca_jax.serve import Engine, programs
+from tca_jax.serve import Engine
 
 DOCUMENTS = [random_prompt(i, length) for i, length in enumerate((101, 77, 90))]
 ROOM = 24  # of all answers, so that they share programs
@@ -127,7 +128,7 @@ def test_mesh_answers_equal_one_device(tmp_path, monkeypatch, part_tokens):
 
 LAYERS, PAGES = 3, 400
 DOCUMENT = random_prompt(0, 101)
-PARTS = ("read_first", "read_more", "read_last")
+BEGIN, LAYER, END = PARTS = ("begin_program", "layer_program", "end_program")  # of reading
 ANSWER = {"max_new_tokens": 20, "stop_token_ids": ()}
 LONG = {"max_new_tokens": 2000, "stop_token_ids": ()}
 
@@ -150,9 +151,9 @@ class Parts:
     def __init__(self, monkeypatch):
         self.compiling = self.running = lambda name: None
         self.begun = []
-        for name in (*PARTS, "read"):
+        for name in PARTS:
             compiling, running = (functools.partial(hook, name) for hook in (self._compile, self._run))
-            monkeypatch.setattr(programs, name, Watched(getattr(programs, name), compiling, running))
+            monkeypatch.setattr(read, name, Watched(getattr(read, name), compiling, running))
 
     def _compile(self, name):
         self.compiling(name)
@@ -172,7 +173,7 @@ def wait(engine, holds):
 
 
 def free_pages(engine):
-    return engine._documents.free.free
+    return engine.document_pages.free
 
 
 def test_answers_take_steps_between_parts(layered, parts):
@@ -185,13 +186,17 @@ def test_answers_take_steps_between_parts(layered, parts):
             before = len(other.tokens)
             wait(engine, lambda: len(other.tokens) > before)
 
-        parts.compiling, parts.running = compiling, lambda name: counts.append(len(other.tokens))
+        def running(name):
+            if name == LAYER:
+                counts.append(len(other.tokens))
+
+        parts.compiling, parts.running = compiling, running
         parts.begun.clear()
         id_ = engine.read(DOCUMENT)
         out = engine.ask(id_, [7, 8], **ANSWER).result(120)
         assert not other.ended
         other.cancel()
-    assert tuple(parts.begun) == PARTS
+    assert parts.begun == [BEGIN, *[LAYER] * LAYERS, END]
     assert all(earlier < later for earlier, later in itertools.pairwise(counts))
     context = tca_jax.prefill(layered, DOCUMENT)
     assert out.tokens == tca_jax.generate(layered, [[7, 8]], context=context, **ANSWER).tokens[0]
@@ -199,7 +204,7 @@ def test_answers_take_steps_between_parts(layered, parts):
 
 def test_cancelled_prompts_are_read_no_further(layered, parts):
     go_on = threading.Event()
-    parts.compiling = lambda name: name == "read_more" and go_on.wait(120)
+    parts.compiling = lambda name: name == LAYER and go_on.wait(120)
     with engine_of(layered) as engine:
         stream = engine.ask(None, DOCUMENT, **ANSWER)
         wait(engine, lambda: parts.begun)
@@ -207,7 +212,7 @@ def test_cancelled_prompts_are_read_no_further(layered, parts):
         stream.cancel()
         assert engine.idle(120)  # no thread waits for the compiler
         go_on.set()
-        assert parts.begun == ["read_first"]
+        assert parts.begun == [BEGIN]
         assert not engine._documents.all()
         assert free_pages(engine) == PAGES
         assert len(engine.ask(None, DOCUMENT, **ANSWER).result(120).tokens) == ANSWER["max_new_tokens"]
@@ -215,7 +220,7 @@ def test_cancelled_prompts_are_read_no_further(layered, parts):
 
 def test_a_failed_part_fails_its_document(layered, parts):
     def running(name):
-        if name == "read_more":
+        if name == LAYER:
             raise MemoryError("no room for a layer")
 
     with engine_of(layered) as engine:
