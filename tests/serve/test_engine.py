@@ -198,6 +198,7 @@ def test_answers_take_steps_between_parts(layered, parts):
         other.cancel()
     assert parts.begun == [BEGIN, *[LAYER] * LAYERS, END]
     assert all(earlier < later for earlier, later in itertools.pairwise(counts))
+    parts.compiling = parts.running = lambda name: None
     context = tca_jax.prefill(layered, DOCUMENT)
     assert out.tokens == tca_jax.generate(layered, [[7, 8]], context=context, **ANSWER).tokens[0]
 

@@ -17,6 +17,7 @@ from serving import Watched
 from tiny import random_prompt, tiny_lm, with_candidates, write_checkpoint
 
 import tca_jax
+from tca_jax.engine import extend, read
 from tca_jax.engine.request import AnswerOptions
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
@@ -107,25 +108,25 @@ def ends(stream):
 
 
 @pytest.mark.parametrize(
-    ("name", "consumed"),
+    ("module", "name", "consumed"),
     [
-        ("read", ()),
-        ("place", ()),
-        ("place", (1,)),
-        ("extend_row", (1,)),
-        ("admit", (1, 2)),
-        ("step", ()),
-        ("step", (1,)),
-        ("own_row", ()),
-        ("join", (1,)),
+        (read, "begin_program", ()),
+        (read, "layer_program", (4,)),
+        (programs, "fork", ()),
+        (programs, "fork", (1,)),
+        (extend, "_feed_program", (3,)),
+        (programs, "admit", (1,)),
+        (programs, "step", ()),
+        (programs, "step", (1,)),
+        (programs, "row", ()),
     ],
 )
-def test_failed_programs_fail_their_answers_alone(lm, pages, expected, monkeypatch, name, consumed):
+def test_failed_programs_fail_their_answers_alone(lm, pages, expected, monkeypatch, module, name, consumed):
     with engine_of(lm, 3 * pages) as engine:
         document = engine.read(A)
         engine.wait(document, SECONDS)
-        failing = fails_once(getattr(programs, name), consumed)
-        monkeypatch.setattr(programs, name, failing)
+        failing = fails_once(getattr(module, name), consumed)
+        monkeypatch.setattr(module, name, failing)
         for again in (False, True):
             streams = [engine.ask(each, QUESTION, **OPTIONS) for each in (document, document, None)]
             keeping = engine.ask(document, QUESTION, keep=True, **OPTIONS)
@@ -143,7 +144,7 @@ def test_lost_documents_are_read_again_in_parts(lm, pages, expected, monkeypatch
     with engine_of(lm, 3 * pages) as engine:
         longer = engine.append(engine.read(A), MORE)
         engine.wait(longer, SECONDS)
-        monkeypatch.setattr(programs, "place", fails_once(programs.place, (1,)))
+        monkeypatch.setattr(read, "layer_program", fails_once(read.layer_program, (4,)))
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.wait(engine.read(B), SECONDS)
         assert engine.ask(longer, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A, MORE)

@@ -4,6 +4,7 @@ import functools
 import tempfile
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule, run_state_machine_as_test
@@ -161,9 +162,9 @@ class Serving(RuleBasedStateMachine):
 
     def no_page_leaks(self):
         assert self.engine.answer_pages.free == self.engine.answer_pages.total
-        held = [each for each in self.engine._documents.all() if each.numbers is not None]
+        held = [each for each in self.engine._documents.all() if each.here]
         assert not any(each.users for each in self.engine._documents.all())
-        numbers = {number for each in held for number in each.numbers.reshape(-1).tolist()} - {self.model.pages}
+        numbers = {number for each in held for number in np.concatenate(each.pages).tolist()}
         assert self.engine.document_pages.free == self.engine.document_pages.total - len(numbers)
 
     @rule()
