@@ -186,7 +186,7 @@ class Batch:
         slot, pages, held, numbers = request.slot, request.reserved, request.held, request.numbers
         if not pages:
             return
-        if slot is not None and not self.broken:
+        if numbers is None and not self.broken:  # it is in the batch
             self.broken = True  # unless its pages are found
             own = without(self._pool.named(self.table_of(request)), held)
             self._settle()
@@ -233,11 +233,7 @@ class Batch:
         self._settle()
         taken, start = on_host((request.own.free.taken, request.own.start))
         own = dataclasses.replace(self._wide(request.own), free=None)  # type: ignore[arg-type]
-        left = [numbers[count:] for numbers, count in zip(request.numbers, np.ravel(taken), strict=True)]
-        self._spare = [np.concatenate(each) for each in zip(self._spare, left, strict=True)]
-        self._pages = [np.concatenate(each) for each in zip(self._pages, request.numbers, strict=True)]
-        request.own = request.numbers = None
-        request.slot, request.start, self.rows[slot] = slot, int(np.ravel(start)[0]), request
+        request.slot, self.rows[slot] = slot, request
         self._fit()
         options, vocabulary = request.stream.options, self._lm.config.vocab_size
         seen = None
@@ -251,8 +247,11 @@ class Batch:
         drawing = RowSampling(key, seen, stops, np.int32(options.min_new_tokens), allowed)  # type: ignore[arg-type]
         row = np.int32(slot), np.int32(len(request.tokens)), request.logits, drawing, self._sampling([request])
         self._state, said = programs.admit.run(self._bare_lm, self._state, own, *row)
-        request.logits = None
-        request.scheduled = 1
+        left = [numbers[count:] for numbers, count in zip(request.numbers, np.ravel(taken), strict=True)]
+        self._spare = [np.concatenate(each) for each in zip(self._spare, left, strict=True)]
+        self._pages = [np.concatenate(each) for each in zip(self._pages, request.numbers, strict=True)]
+        request.own = request.numbers = request.logits = None
+        request.scheduled, request.start = 1, int(np.ravel(start)[0])
         self.pending = [PendingStep(said, tuple(self.rows))]  # its output has the tokens of the step before, too
 
     def dispatch(self) -> None:

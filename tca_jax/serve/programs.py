@@ -98,7 +98,7 @@ def _place(lm: LM, pool: Rows, pages: Rows) -> Rows:
     """The pool with pages written to the numbers of its free ones; a number past its end drops the page."""
     to = pool.free.numbers
     k, v = jax.tree.map(lambda old, x: old.at[to].set(x, mode="drop"), (pool.k, pool.v), (pages.k, pages.v))
-    return dataclasses.replace(pool, k=k, v=v, free=None)
+    return dataclasses.replace(pool, k=k, v=v)
 
 
 def _fetch(lm: LM, pool: Rows) -> Rows:
