@@ -192,6 +192,7 @@ class Batch:
             self._settle()
             for device, named in enumerate(own):
                 spare, count = self._spare[device], pages - len(named)
+                assert 0 <= count <= len(spare), "rows take no more pages than they reserved"
                 own[device], self._spare[device] = np.concatenate([named, spare[:count]]), spare[count:]
             self._pages, self.broken, numbers = without(self._pages, own), False, own
         self._pool.reserved -= pages
@@ -210,8 +211,7 @@ class Batch:
 
     def feed(self, request: Request) -> None:
         """Feeds a piece of a request's tokens, after the row's begin."""
-        if request.own is None:
-            self.begin(request)
+        assert request.own is not None
         b, held = self._pool.block_size, len(request.document.tokens) + request.fed
         piece = request.new[request.fed : request.fed + _PIECE_TOKENS - held % b]
         if not piece:
