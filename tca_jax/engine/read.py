@@ -58,17 +58,12 @@ def empty_rows(lm: LM, layout: CacheLayout, more_pages: int = 0) -> Rows:
         layout.num_kv_heads,
         pages=num_pages(lm, layout) + more_pages,
         columns=max(layout.kept_columns),
-        window_pages=window_pages(layout),
+        window_pages=layout.num_window_pages,
         mean_pages=means if scored else None,
         page_size=b,
         head_dim=lm.config.head_dim,
         dtype=lm.cache_dtype,
     )
-
-
-def window_pages(layout: CacheLayout) -> int:
-    """Columns of a table for a window: one more than rows fill, unless blocks leave it when it is full."""
-    return min(layout.num_window_pages + 1, layout.window // layout.block_size + 1)
 
 
 def mean_columns(policy: CachePolicy, tokens: int) -> int:

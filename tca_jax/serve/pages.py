@@ -98,6 +98,7 @@ class PagePool:
                 np.full((*shape, widths.window * b), -np.inf, np.float32),  # type: ignore[arg-type]
                 np.full((*shape, widths.means), self.total, np.int32),  # type: ignore[arg-type]
                 np.full((*shape, widths.means * b), MASKED, np.float32),  # type: ignore[arg-type]
+                np.zeros(shape[:-1], np.int32),  # type: ignore[arg-type]
             )
         table, kept = np.full((*shape, widths.kept + widths.window), self.total, np.int32), np.zeros(shape, np.int32)
         none: Any = None
@@ -120,9 +121,11 @@ class PagePool:
         parts = [fit(part, count, self.total) for part, count in zip((kept, window), widths, strict=False)]
         b, scored = self.block_size, table.scored
         if scored is not None:
-            scores = fit(scored.scores, widths.window * b, -np.inf)
-            means = fit(scored.pages, widths.means, self.total), fit(scored.bias, widths.means * b, MASKED)
-            scored = Scored(scores, *means)
+            scored = scored._replace(
+                scores=fit(scored.scores, widths.window * b, -np.inf),
+                pages=fit(scored.pages, widths.means, self.total),
+                bias=fit(scored.bias, widths.means * b, MASKED),
+            )
         pages: Any = np.concatenate(parts, axis=-1)
         return dataclasses.replace(table, pages=pages, scored=scored, window_pages=widths.window)
 

@@ -491,7 +491,7 @@ class Prefiller:
         tokens, lengths = pad_tokens([each.tokens for each in group], self._lm.pad_token_id)
         pages = pool.allocator.take(count)
         means = read.mean_columns(self._lm.method.cache, layout.prompt_tokens + layout.window_columns * pool.block_size)
-        widths = Widths(max(layout.kept_columns), read.window_pages(layout), means)
+        widths = Widths(max(layout.kept_columns), layout.num_window_pages, means)
         table = pool.on_device(pool.empty_table(self._lm, len(group), widths))
         table = dataclasses.replace(table, free=pool.free_pages(pages, count))
         self._current = Reading(group, layout, tokens, lengths, pages, table, collections.deque())
