@@ -6,6 +6,7 @@ import itertools
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from serving import Watched
@@ -14,6 +15,7 @@ from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 import tca_jax
 from tca_jax.engine import read
 from tca_jax.errors import UserError
+from tca_jax.methods.worth import ReadSettings, WorthSettings, by_worth
 from tca_jax.serve import Engine
 
 DOCUMENTS = [random_prompt(i, length) for i, length in enumerate((101, 77, 90))]
@@ -89,6 +91,29 @@ def test_impossible_requests_are_refused(lm):
         Engine(lm, max_rows=0)
     with pytest.raises(UserError, match="2 devices along 'data'"):
         Engine(over(tiny_lm(), (2, 1)), pages=8)
+
+
+def test_answers_by_scored_tokens_equal_generate():
+    """Evicted tokens leave means: in documents, questions of several blocks, answers, and what is asked next."""
+    layers = CONFIG.num_layers
+    maps = np.random.default_rng(0).normal(size=(layers, CONFIG.num_kv_heads, CONFIG.hidden_size + 1))
+    each = jnp.ones(layers)
+    read_settings = ReadSettings(jnp.inf * each, jnp.inf * each, each > 0)
+    settings = WorthSettings(jnp.asarray(maps, jnp.float32), 0.5 * each, read_settings, each)
+    lm = dataclasses.replace(tiny_lm().with_method(by_worth()), settings=settings)
+    document, asked, options = random_prompt(0, 700), random_prompt(1, 300), {"max_new_tokens": 150, **NEVER}
+    context = tca_jax.prefill(lm, document)
+    with Engine(lm, max_rows=2, pages=200, answer_tokens=500) as engine:
+        id_ = engine.read(document)
+        streams = [engine.ask(id_, tokens, keep=True, **options) for tokens in (asked, asked[:5], [7])]
+        outs = [stream.result(120) for stream in streams]
+        for tokens, out in zip((asked, asked[:5], [7]), outs, strict=True):
+            assert out.tokens == tca_jax.generate(lm, [tokens], context=context, **options).tokens[0]
+        turn = tca_jax.prefill(lm, [[*asked, *outs[0].tokens[:-1]]], context=context)
+        again = engine.ask(outs[0].document, [9], **options).result(120)
+        assert again.tokens == tca_jax.generate(lm, [[9]], context=turn, **options).tokens[0]
+        assert engine.idle(60)
+        assert engine.answer_pages.free == engine.answer_pages.total
 
 
 # Meshes
