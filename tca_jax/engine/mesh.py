@@ -263,11 +263,6 @@ def on_host(arrays: Any) -> Any:
     return jax.tree.map(of_all, arrays)
 
 
-def by_row(x: Shaped[np.ndarray, "*some"]) -> Shaped[np.ndarray, "B Hkv"]:
-    """Something of each row and KV head, as a `PerDevice` array has it outside of programs, in one axis each."""
-    return x if x.ndim == 2 else x.transpose(0, 2, 1, 3).reshape(x.shape[0] * x.shape[2], -1)
-
-
 def _boxed(results: Any) -> Any:
     """A device's results with axes for the devices in front of those of `PerDevice` ones."""
     return _with_arrays(results, lambda array: array[None, None])

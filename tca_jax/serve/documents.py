@@ -196,7 +196,7 @@ class Documents:
         self.pool.allocator.share(pages)
         document.table, document.pages, document.here = table, pages, True
         document.attended_share = attended_share
-        self.entered(document)
+        self._entered(document)
 
     def enter_row(self, document: Document, parent: Document, table: Rows, held: Numbers) -> int:
         """Enters a document of a row that continues its parent, whose pages are `held`.
@@ -219,9 +219,9 @@ class Documents:
         """Enters a document of a context of one row in host memory."""
         document.table, document.pages, document.chunks = chunks_of(self.pool, rows, self._chunk)
         document.attended_share = attended_share
+        self._entered(document)
 
-    def entered(self, document: Document) -> None:
-        """A document has been read: it is to be stored."""
+    def _entered(self, document: Document) -> None:
         if self.is_stored(document):
             _settle(document.storing, None)
         elif self._storage is not None and document.named:
@@ -310,7 +310,6 @@ class Documents:
                 damaged = UserError(f"document {document.id!r} is damaged on disk; upload it again")
                 self.fail(document, damaged)
                 raise damaged from error
-            document.state = "host"
             self._free_host(0, but=document)
         needed, total = document.num_pages, self.pool.documents
         require(needed <= total, f"document {document.id!r} has {needed:,} pages: the engine holds {total:,}")

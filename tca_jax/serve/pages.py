@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, place
 from tca_jax.engine.pages import Allocator, FreePages, Numbers, Rows, Scored
@@ -37,6 +38,12 @@ class Widths(NamedTuple):
         policy, bounded = lm.method.cache, lm.method.cache.window < UNBOUNDED
         window = policy.window // policy.block_size + 1 if bounded else cdiv(tokens, policy.block_size)
         return cls(kept, window, mean_columns(policy, tokens))
+
+    @classmethod
+    def of_layout(cls, lm: LM, layout: CacheLayout) -> Widths:
+        """Those of rows that a layout plans."""
+        tokens = layout.prompt_tokens + layout.window_columns * layout.block_size
+        return cls(max(layout.kept_columns), layout.num_window_pages, mean_columns(lm.method.cache, tokens))
 
 
 class PagePool:

@@ -6,8 +6,6 @@ A table without pool, or a state whose cache is one, has no `k`, `v` and `free`.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import typing
 from typing import Any, NamedTuple
 
 import jax
@@ -28,14 +26,7 @@ from tca_jax.pallas_kernels.kv import empty
 from tca_jax.programs import Program
 
 
-@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["key", "seen", "stop_tokens", "min_new_tokens", "allowed"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class RowSampling:
+class RowSampling(NamedTuple):
     """How a row's tokens are drawn, beside `Sampling`."""
 
     key: Key[Array, ""]  # token t is drawn with `fold_in(key, t)`

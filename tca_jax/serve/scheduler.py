@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int32
 
 from tca_jax.engine import read
 from tca_jax.engine.cache import CacheLayout
@@ -397,20 +396,6 @@ class Scheduler:
         return id_
 
 
-@dataclasses.dataclass(eq=False)
-class Reading:
-    """Documents that are being read together."""
-
-    documents: list[Document]
-    layout: CacheLayout
-    tokens: Int32[np.ndarray, "B L"]  # right-padded
-    lengths: Int32[np.ndarray, " B"]
-    pages: Numbers  # reserved for them
-    table: Rows  # of the pool, with its free pages
-    programs: collections.deque[Future[Any]]  # the first one, those of the layers, the last one; or a `ReadRows`
-    stream: tuple[Any, ...] = ()  # x, cos, sin and attended shares; in the end logits and attended shares
-
-
 class Prefiller:
     """Reads documents in order of arrival, short ones together, some layers at a time.
 
@@ -419,24 +404,22 @@ class Prefiller:
     """
 
     def __init__(self, lm: LM, documents: Documents, backend: Backend, recover: Callable[[Exception], None]) -> None:
-        self._lm, self._program_lm, self._bare_lm = lm, lm.for_programs(), lm.without_weights()
-        self._documents, self._pool, self._backend = documents, documents.pool, backend
+        self._lm, self._documents, self._pool, self._backend = lm, documents, documents.pool, backend
         self._recover, self.waits = recover, math.inf
         self._waiting: collections.deque[Document] = collections.deque()
-        self._current: Reading | None = None
+        self._current: list[Document] = []
+        self._steps: Any = None  # of reading these, from `_read`
+        self._next: tuple[Future[Any], int] = Future(), 0
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="tca-jax-compile")
 
     def add(self, document: Document, *, first: bool = False) -> None:
         """Adds a document, in front of all others if it is `first`."""
-        if first:
-            self._waiting.appendleft(document)
-        else:
-            self._waiting.append(document)
+        (self._waiting.appendleft if first else self._waiting.append)(document)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be read."""
-        return not self._waiting and self._current is None
+        return not (self._waiting or self._current)
 
     def close(self) -> None:
         """Ends its threads after their compilations, without waiting."""
@@ -444,60 +427,61 @@ class Prefiller:
 
     def begin_again(self) -> None:
         """Reads the current documents from their beginning."""
-        if self._current is not None:
-            self._waiting.extendleft(reversed(self._current.documents))
-            self._end()
+        self._waiting.extendleft(reversed(self._end()))
 
     def read_on(self, before: float) -> bool:
         """Reads on in the next documents that arrived `before`; false if none fits, or its program compiles."""
-        reading = self._current or self._begin(before)
-        if reading is None:
+        if not (self._current or self._begin(before)):
             return False
-        if not any(map(_is_wanted, reading.documents)):
-            self._end()
-            for document in reading.documents:
+        if not any(map(_is_wanted, self._current)):
+            for document in self._end():
                 self._documents.drop(document)
             return True
-        if not reading.programs[0].done():
+        if not self._next[0].done():
             return False
+        left = _PART_TOKENS
         try:
-            self._read_layers(reading)
-            if not reading.programs:
-                self._enter(reading)
-        except Exception as error:
+            while self._next[0].done() and (self._next[1] <= max(left, 0) or left == _PART_TOKENS):
+                left -= self._next[1]
+                self._next = next(self._steps)
+            # Waited for, so that an error is that of these documents, and a new request waits for this part at most.
+            jax.block_until_ready(self._pool.arrays)
+        except StopIteration:
             self._end()
-            for document in reading.documents:
+        except Exception as error:
+            for document in self._end():
                 self._documents.fail(document, error)
             self._recover(error)
         return True
 
-    def _begin(self, before: float) -> Reading | None:
+    def _end(self) -> list[Document]:
+        """Ends the current reading, of these documents, and frees its pages."""
+        documents, self._current = self._current, []
+        if self._steps is not None:
+            self._steps.close()
+        return documents
+
+    def _begin(self, before: float) -> bool:
         """Starts the document that waits longest, and short ones with it, if there are pages for them."""
         for document in [each for each in self._waiting if not _is_wanted(each)]:
             self._waiting.remove(document)
             self._documents.drop(document)
         self.waits = math.inf
         if not self._waiting or self._waiting[0].arrival > before:
-            return None
-        group, pool = self._group(), self._pool
+            return False
+        group = self._group()
         layout = self._lm.cache_layout(len(group), bucket_length(max(len(each.tokens) for each in group)))
         count = read.num_pages(self._lm, layout)
         if not self._documents.make_room(count):
             if self._documents.would_have_room(count):
                 self.waits = group[0].arrival
-            return None
+            return False
         for document in group:
             self._waiting.remove(document)
-        tokens, lengths = pad_tokens([each.tokens for each in group], self._lm.pad_token_id)
-        pages = pool.allocator.take(count)
-        means = read.mean_columns(self._lm.method.cache, layout.prompt_tokens + layout.window_columns * pool.block_size)
-        widths = Widths(max(layout.kept_columns), layout.num_window_pages, means)
-        table = pool.on_device(pool.empty_table(self._lm, len(group), widths))
-        table = dataclasses.replace(table, free=pool.free_pages(pages, count))
-        self._current = Reading(group, layout, tokens, lengths, pages, table, collections.deque())
-        self._compile(self._current)
-        wait([self._current.programs[0]], _COMPILE_WAIT_SECONDS)
-        return self._current
+        self._current, self._steps = group, self._read(group, layout, self._pool.allocator.take(count))
+        self._next = next(self._steps)
+        wait([self._next[0]], _COMPILE_WAIT_SECONDS)
+        return True
 
     def _group(self) -> list[Document]:
         """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
@@ -509,99 +493,72 @@ class Prefiller:
         most = min(len(same), fit, max(1, _TOGETHER_TOKENS // first))
         return same[: 1 << (most.bit_length() - 1)]
 
-    def _compile(self, reading: Reading) -> None:
-        """Starts to compile the programs that are missing."""
-        lm, submit, of_prompts = self._program_lm, self._compilers.submit, (reading.tokens, reading.lengths)
-        if lm.method.cache.reader is not None and reading.layout.has_ranked_blocks:
-            given = *of_prompts, reading.lengths, reading.layout
-            reading.programs.append(submit(read.read, lm, *given, backend=self._backend))
-            return
-        begin = submit(read.begin_program.prepare, lm, *of_prompts, layout=None, more_pages=0)
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._rows(reading))
+    def _read(self, group: list[Document], layout: CacheLayout, pages: Numbers) -> Iterator[tuple[Future[Any], int]]:
+        """Reads documents into pages; yields each program before it runs, while it compiles, and its tokens."""
+        lm, pool, programs = self._lm.for_programs(), self._pool, list[Future[Any]]()
+        tokens, lengths = pad_tokens([each.tokens for each in group], lm.pad_token_id)
+        options: dict[str, Any] = {"layout": layout, "backend": self._backend, "graphdef": lm.layer_graphdef}
+        table = pool.on_device(pool.empty_table(lm, len(group), Widths.of_layout(lm, layout)))
+        table = dataclasses.replace(table, free=pool.free_pages(pages, len(pages[0])))
+        empty = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), pool.lend(table))
 
-        def layer(number: int) -> tuple[Callable[..., Any], float]:
-            given = self._of_layer(reading, number, results_of(begin.result()[0])[:4], rows)
-            return read.layer_program.prepare(*given, **self._static(reading, number))
+        def submit(function: Callable[..., Any], *args: Any, **static: Any) -> Future[Any]:
+            programs.append(self._compilers.submit(function, *args, **static))
+            return programs[-1]
 
-        def end() -> tuple[Callable[..., Any], float]:
+        def of_layer(number: int, x: Any, cos: Any, sin: Any, shares: Any, rows: Rows) -> tuple[Any, ...]:
+            weights, of_rows = lm.layer_params(number), (lengths, lengths)
+            return lm.without_weights(), weights, x, shares, rows, cos, sin, *of_rows, np.int32(number)
+
+        def layer(number: int) -> Any:
+            given = of_layer(number, *results_of(begin.result()[0])[:4], empty)
+            return read.layer_program.prepare(*given, **options, layer=read.static_layer(lm.method, number))
+
+        def last() -> Any:
             x, _, _, shares, _ = results_of(begin.result()[0])
-            return read.end_program.prepare(lm, x, reading.lengths, shares)
+            return read.end_program.prepare(lm, x, lengths, shares)
 
-        layers = range(lm.config.num_layers)
-        if read.static_layer(lm.method, 0) is None:
-            of_layers = [submit(layer, 0)] * len(layers)
-        else:
-            of_layers = [submit(layer, number) for number in layers]
-        reading.programs.extend([begin, *of_layers, submit(end)])
+        try:
+            if lm.method.cache.reader is not None and layout.has_ranked_blocks:
+                own = submit(read.read, lm, tokens, lengths, lengths, layout, backend=self._backend)
+                yield own, 0
+                logits, rows, shares = on_host(own.result()[:3])
+                self._enter(group, logits, shares, rows)
+                return
+            begin = submit(read.begin_program.prepare, lm, tokens, lengths, layout=None, more_pages=0)
+            same = read.static_layer(lm.method, 0) is None
+            of_layers = [submit(layer, number) for number in range(1 if same else lm.config.num_layers)]
+            end = submit(last)
+            yield begin, 0
+            x, cos, sin, shares, _ = begin.result()[0](lm, tokens, lengths)
+            for number in range(lm.config.num_layers):
+                program = of_layers[0 if same else number]
+                yield program, tokens.size
+                x, shares, rows = program.result()[0](*of_layer(number, x, cos, sin, shares, pool.lend(table)))
+                table = pool.take_back(rows)
+            yield end, 0
+            self._enter(group, *on_host((*end.result()[0](lm, x, lengths, shares), table)))
+        finally:
+            for program in programs:
+                program.cancel()
+            pool.allocator.release(pages)  # documents use what they need of them
 
-    def _rows(self, reading: Reading) -> Rows:
-        return self._pool.lend(reading.table)
-
-    def _of_layer(self, reading: Reading, number: int, stream: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:
-        """Arguments of a layer's program."""
-        x, cos, sin, shares = stream
-        given = x, shares, rows, cos, sin, reading.lengths, reading.lengths, np.int32(number)
-        return self._bare_lm, self._program_lm.layer_params(number), *given
-
-    def _static(self, reading: Reading, number: int) -> dict[str, Any]:
-        lm = self._program_lm
-        options = {"layout": reading.layout, "backend": self._backend, "graphdef": lm.layer_graphdef}
-        return options | {"layer": read.static_layer(lm.method, number)}
-
-    def _read_layers(self, reading: Reading) -> None:
-        """Runs programs until answers take a step again, or one still compiles."""
-        lm, layers, tokens = self._program_lm, self._lm.config.num_layers, reading.tokens.size
-        left = max(_PART_TOKENS, tokens)
-        while reading.programs and reading.programs[0].done():
-            number, found = layers + 1 - len(reading.programs), reading.programs[0].result()
-            if 0 <= number < layers and left < tokens:
-                break
-            reading.programs.popleft()
-            if isinstance(found, read.ReadRows):
-                reading.stream = found.logits, found.attended_share, found.rows
-            elif number < 0:
-                reading.stream = found[0](lm, reading.tokens, reading.lengths)[:4]
-            elif number < layers:
-                left -= tokens
-                given = self._of_layer(reading, number, reading.stream, self._rows(reading))
-                x, shares, rows = found[0](*given)
-                reading.table, reading.stream = self._pool.take_back(rows), (x, *reading.stream[1:3], shares)
-            else:
-                x, _, _, shares = reading.stream
-                reading.stream = found[0](lm, x, reading.lengths, shares)
-        # Waited for, so that an error is that of these documents, and a new request waits for these layers at most.
-        jax.block_until_ready((reading.stream, self._pool.arrays))
-
-    def _enter(self, reading: Reading) -> None:
-        """Enters documents that were read, and frees the pages that they do not need."""
-        logits, shares, *read_rows = on_host(reading.stream)
+    def _enter(self, group: list[Document], logits: Any, shares: Any, rows: Rows) -> None:
+        """Enters documents that were read: rows of the engine's pool, or in the host's memory with one of their own."""
         nothing: Any = {"k": None, "v": None, "free": None}
-        table = on_host(dataclasses.replace(read_rows[0] if read_rows else reading.table, **nothing))
-        for row, document in enumerate(reading.documents):
+        table = dataclasses.replace(rows, **nothing)
+        for row, document in enumerate(group):
             own, of_row, share = slice(row, row + 1), row_of(table, row), float(shares[row])
             try:
-                finite = np.isfinite(logits[own]).all(axis=-1)
-                read.require_finite(self._lm, reading.tokens[own], reading.lengths[own], finite, "document")
-                if read_rows:
-                    rows = dataclasses.replace(of_row, k=read_rows[0].k, v=read_rows[0].v)
-                    self._documents.enter_context(document, rows, share)
-                    self._documents.entered(document)
-                else:
+                ids, finite = np.asarray([document.tokens], np.int32), np.isfinite(logits[own]).all(axis=-1)
+                read.require_finite(self._lm, ids, np.asarray([ids.size], np.int32), finite, "document")
+                if rows.k is None:
                     self._documents.enter(document, of_row, share)
+                else:
+                    self._documents.enter_context(document, dataclasses.replace(of_row, k=rows.k, v=rows.v), share)
             except Exception as error:
                 self._documents.fail(document, error)
-                self._recover(error)
             document.logits = None if document.named else logits[own]
-        self._end()
-
-    def _end(self) -> None:
-        """Ends the current reading and frees its pages."""
-        reading, self._current = self._current, None
-        if reading is None:
-            return
-        for program in reading.programs:
-            program.cancel()
-        self._pool.allocator.release(reading.pages)
 
 
 def _is_wanted(document: Document) -> bool:
