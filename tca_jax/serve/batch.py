@@ -120,7 +120,7 @@ class Batch:
         self.own_pages = functools.lru_cache(maxsize=256)(functools.partial(own_pages, lm))
         self.rows: list[Request | None] = [None] * max(2, max_rows)  # a single row is written without looking
         self._widths = Widths.of_row(self._bare_lm, 0, 1)
-        heads = lm.config.num_kv_heads // pool.devices
+        heads, self._bounded = lm.config.num_kv_heads // pool.devices, lm.method.cache.window < UNBOUNDED
         self._most_taken = 3 * len(self.rows) * lm.config.num_layers * heads  # kept tokens, window and means
         self._step_programs: dict[Any, list[Callable[..., Any]]] = {}
         self.pending: list[PendingStep] = []
@@ -303,8 +303,9 @@ class Batch:
 
     def _leaves(self, request: Request) -> bool:
         """Whether a block leaves the window of a row at its next step."""
-        position, window = len(request.tokens) + request.scheduled - 1, self._widths.window * self._pool.block_size
-        return self._lm.method.cache.window < UNBOUNDED and position - request.start >= window
+        position = len(request.document.tokens) + len(request.new) + request.scheduled - 1
+        window = self._widths.window * self._pool.block_size
+        return self._bounded and position - request.start >= window
 
     def _lent(self, given: Numbers | None) -> DecodingState:
         """The state with the pool, and free pages where blocks may leave windows."""
@@ -320,7 +321,7 @@ class Batch:
             if len(self._step_programs) == _MAX_STEP_PROGRAMS:
                 self._step_programs.clear()
             nothing = [np.zeros(0, np.int32)] * self._pool.devices
-            kinds = (None, nothing) if self._lm.method.cache.window < UNBOUNDED else (None,)  # both now: none waits
+            kinds = (None, nothing) if self._bounded else (None,)  # both now: answers wait for neither
             self._step_programs[key] = [
                 programs.step.prepare(
                     self._program_lm, self._lent(kind), *rest, evicts=kind is not None, backend=self._backend
@@ -362,9 +363,8 @@ class Batch:
 
     def _widen(self, widths: Widths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""
-        bounded = self._lm.method.cache.window < UNBOUNDED
         kept, window, means = (bucket_length(width, _MIN_WIDTH) if width else 0 for width in widths)
-        wanted = kept, widths.window if bounded else window, means
+        wanted = kept, widths.window if self._bounded else window, means
         wide = Widths(*map(max, wanted, self._widths))
         if wide != self._widths:
             self._widths = wide

@@ -147,11 +147,13 @@ class PagePool:
 
     def named(self, table: Rows, none: int | None = None) -> Numbers:
         """Pages that a table of the host names, on each device; numbers from `none` on are no pages."""
+        none, found = self.total if none is None else none, []
         tables = [table.pages] if table.scored is None else [table.pages, table.scored.pages]
-        found = []
         for at in np.ndindex(*table.start.shape[:-1]):
-            numbers = np.unique(np.concatenate([np.asarray(each)[at].ravel() for each in tables]))
-            found.append(numbers[numbers < (self.total if none is None else none)])
+            named = np.zeros(none + 1, bool)
+            for each in tables:
+                named[np.minimum(each[at], none)] = True
+            found.append(np.flatnonzero(named[:-1]).astype(np.int32))
         return found
 
     def renumbered(self, table: Rows, old: Numbers, new: Numbers, none: int | None = None) -> Rows:
@@ -179,7 +181,13 @@ def row_of(table: Rows, row: int) -> Rows:
 
 def without(numbers: Numbers, others: Numbers) -> Numbers:
     """Pages of each device that are none of others."""
-    return [np.setdiff1d(own, of_others) for own, of_others in zip(numbers, others, strict=True)]
+    found = []
+    for own, of_others in zip(numbers, others, strict=True):
+        left = np.zeros(1 + max(own.max(initial=0), of_others.max(initial=0)), bool)
+        left[own] = True
+        left[of_others] = False
+        found.append(np.flatnonzero(left).astype(np.int32))
+    return found
 
 
 def counts(numbers: Numbers) -> list[int]:
