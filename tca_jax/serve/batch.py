@@ -81,14 +81,11 @@ class Request:
         return len(self.new) + self.max_new_tokens
 
 
-@dataclasses.dataclass
-class PendingStep:
+class PendingStep(NamedTuple):
     """A dispatched step and the requests in it."""
 
     output: jax.Array  # a `PackedOutput`, packed
     rows: tuple[Request | None, ...]
-    given: Numbers | None = None  # free pages that it may take
-    taken: Any = None  # how many it takes on each device
 
 
 class StepOutput(NamedTuple):
@@ -111,7 +108,7 @@ class Batch:
     """Rows of answers, each after a document. Only the engine's thread calls it.
 
     `rows` are the requests, None for free rows, and `pending` the dispatched steps in their order. Pages that requests
-    reserved and have not used are common to the batch: a step takes those that it needs, for whichever row.
+    reserved and have not used are free pages of the batch's table: steps take them for whichever row.
     """
 
     def __init__(self, lm: LM, pool: PagePool, max_rows: int, backend: Backend) -> None:
@@ -120,19 +117,18 @@ class Batch:
         self.own_pages = functools.lru_cache(maxsize=256)(functools.partial(own_pages, lm))
         self.rows: list[Request | None] = [None] * max(2, max_rows)  # a single row is written without looking
         self._widths = Widths.of_row(self._bare_lm, 0, 1)
-        heads, self._bounded = lm.config.num_kv_heads // pool.devices, lm.method.cache.window < UNBOUNDED
-        self._most_taken = 3 * len(self.rows) * lm.config.num_layers * heads  # kept tokens, window and means
+        self._bounded = lm.method.cache.window < UNBOUNDED
         self._step_programs: dict[Any, list[Callable[..., Any]]] = {}
         self.pending: list[PendingStep] = []
         self._calls = Calls()
         self._state = self._empty()
 
     def _empty(self) -> DecodingState:
-        self.broken = False
-        self._spare = [np.zeros(0, np.int32) for _ in range(self._pool.devices)]
-        self._pages = list(self._spare)  # all of the batch's
-        table = self._pool.empty_table(self._lm, len(self.rows), self._widths)
-        return programs.empty_batch.run(self._bare_lm, self._pool.on_device(table), stops=_MAX_STOPS)
+        pool, self.broken = self._pool, False
+        self._pages: Numbers = [np.zeros(0, np.int32)] * pool.devices  # all of the batch's
+        table = pool.on_device(pool.empty_table(self._lm, len(self.rows), self._widths))
+        table = dataclasses.replace(table, free=pool.free_pages(self._pages, pool.answers))
+        return programs.empty_batch.run(self._bare_lm, table, stops=_MAX_STOPS)
 
     @property
     def requests(self) -> list[Request]:
@@ -188,12 +184,12 @@ class Batch:
             return
         if numbers is None and not self.broken:  # it is in the batch
             self.broken = True  # unless its pages are found
-            own = without(self._pool.named(self.table_of(request)), held)
-            self._settle()
+            own, free = without(self._pool.named(self.table_of(request)), held), self._pool.left(self._state.cache.free)
             for device, named in enumerate(own):
-                spare, count = self._spare[device], pages - len(named)
-                assert 0 <= count <= len(spare), "rows take no more pages than they reserved"
-                own[device], self._spare[device] = np.concatenate([named, spare[:count]]), spare[count:]
+                count = pages - len(named)
+                assert 0 <= count <= len(free[device]), "rows take no more pages than they reserved"
+                own[device], free[device] = np.concatenate([named, free[device][:count]]), free[device][count:]
+            self._set_free(self._state, free)
             self._pages, self.broken, numbers = without(self._pages, own), False, own
         self._pool.reserved -= pages
         request.reserved, request.held, request.numbers, request.own, request.slot = 0, None, None, None, None
@@ -206,8 +202,13 @@ class Batch:
     def table_of(self, request: Request) -> Rows:
         """The table of a request's row, on the host."""
         if request.own is not None:
-            return on_host(dataclasses.replace(request.own, free=None))  # type: ignore[arg-type]
-        return on_host(programs.row.run(self._bare_lm, self._state.cache, np.int32(request.slot)))
+            return on_host(without_free(request.own))
+        return on_host(programs.row.run(self._bare_lm, without_free(self._state.cache), np.int32(request.slot)))
+
+    def _set_free(self, state: DecodingState, free: Numbers) -> None:
+        """Sets the state, with free pages of the batch."""
+        pages = self._pool.free_pages(free, self._pool.answers)
+        self._state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, free=pages))
 
     def feed(self, request: Request) -> None:
         """Feeds a piece of a request's tokens, after the row's begin."""
@@ -230,9 +231,9 @@ class Batch:
         assert request.stream is not None
         assert request.own is not None
         assert request.numbers is not None
-        self._settle()
-        taken, start = on_host((request.own.free.taken, request.own.start))
-        own = dataclasses.replace(self._wide(request.own), free=None)  # type: ignore[arg-type]
+        spare, its = (self._pool.left(table.free) for table in (self._state.cache, request.own))
+        free = [np.concatenate(each) for each in zip(spare, its, strict=True)]
+        own, start = without_free(self._wide(request.own)), on_host(request.own.start)
         request.slot, self.rows[slot] = slot, request
         self._fit()
         options, vocabulary = request.stream.options, self._lm.config.vocab_size
@@ -246,9 +247,9 @@ class Batch:
         allowed = None if seen is None else self._allowed([request])[0]
         drawing = RowSampling(key, seen, stops, np.int32(options.min_new_tokens), allowed)  # type: ignore[arg-type]
         row = np.int32(slot), np.int32(len(request.tokens)), request.logits, drawing, self._sampling([request])
-        self._state, said = programs.admit.run(self._bare_lm, self._state, own, *row)
-        left = [numbers[count:] for numbers, count in zip(request.numbers, np.ravel(taken), strict=True)]
-        self._spare = [np.concatenate(each) for each in zip(self._spare, left, strict=True)]
+        state = dataclasses.replace(self._state, cache=without_free(self._state.cache))
+        state, said = programs.admit.run(self._bare_lm, state, own, *row)
+        self._set_free(state, free)
         self._pages = [np.concatenate(each) for each in zip(self._pages, request.numbers, strict=True)]
         request.own = request.numbers = request.logits = None
         request.scheduled, request.start = 1, int(np.ravel(start)[0])
@@ -257,35 +258,27 @@ class Batch:
     def dispatch(self) -> None:
         """Dispatches a step. Between rounds of the engine at most one is pending."""
         moving = [request for request in self.requests if request.scheduled < request.max_new_tokens]
+        if not moving:
+            return
         leaving = [request for request in moving if self._leaves(request)]
-        if not moving or (leaving and any(step.given is not None for step in self.pending)):
-            return  # in the latter case the pages that are left are not known yet
-        given = None
-        if leaving:
-            given = [spare[: self._most_taken] for spare in self._spare]
-            self._spare = [spare[self._most_taken :] for spare in self._spare]
         for request in moving:
             request.scheduled += 1
         for request in leaving:
             request.start += self._pool.block_size
         limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
-        program = self._step_program(limit, sampling, allowed, evicts=bool(leaving))
-        self.broken = True  # unless all of this succeeds
-        state, said, taken = program(self._program_lm, self._lent(given), limit, sampling, allowed)
-        cache = dataclasses.replace(self._pool.take_back(state.cache), free=None)  # type: ignore[arg-type]
-        self._state, self.broken = dataclasses.replace(state, cache=cache), False
-        self.pending.append(PendingStep(said, tuple(self.rows), given, taken))
+        arguments = self._lent(), limit, sampling, allowed
+        state, said = self._step_program(arguments, bool(leaving))(self._program_lm, *arguments)
+        self._state = dataclasses.replace(state, cache=self._pool.take_back(state.cache))
+        self.pending.append(PendingStep(said, tuple(self.rows)))
 
     def wait(self) -> StepOutput:
         """Waits for the first pending step.
 
         Log-probabilities are those of the last dispatched step: where a row wants them, this is the only one.
         """
-        pending, state = self.pending[0], self._state
+        pending, state = self.pending.pop(0), self._state
         said = PackedOutput.of(self._arrived(pending.output))
-        self._settle(1)
-        self.pending.pop(0)
         logprobs, top = on_host((state.logprobs, state.top)) if self.wants_logprobs else (None, None)
         return StepOutput(pending.rows, said, logprobs, top)
 
@@ -293,41 +286,27 @@ class Batch:
     def _arrived(said: jax.Array) -> np.ndarray:
         return np.asarray(said)
 
-    def _settle(self, count: int | None = None) -> None:
-        """Takes back the free pages that pending steps, or the first ones, have left."""
-        for step in self.pending[:count]:
-            if step.given is not None:
-                left = [own[n:] for own, n in zip(step.given, np.ravel(on_host(step.taken)), strict=True)]
-                self._spare = [np.concatenate(each) for each in zip(left, self._spare, strict=True)]
-                step.given = None
-
     def _leaves(self, request: Request) -> bool:
         """Whether a block leaves the window of a row at its next step."""
         position = len(request.document.tokens) + len(request.new) + request.scheduled - 1
         window = self._widths.window * self._pool.block_size
         return self._bounded and position - request.start >= window
 
-    def _lent(self, given: Numbers | None) -> DecodingState:
-        """The state with the pool, and free pages where blocks may leave windows."""
-        free = None if given is None else self._pool.free_pages(given, self._most_taken)
-        return dataclasses.replace(self._state, cache=self._pool.lend(self._state.cache, free))
+    def _lent(self) -> DecodingState:
+        return dataclasses.replace(self._state, cache=self._pool.lend(self._state.cache))
 
-    def _step_program(self, *rest: Any, evicts: bool) -> Callable[..., Any]:
+    def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any], evicts: bool) -> Callable[..., Any]:
         """The program of these arguments, keyed by the few shapes that change: comparing all is as slow as a step."""
-        state = self._state
+        state = arguments[0]
         top = None if state.top is None else state.top[0].shape
         key = self._widths, state.seen is None, top, state.stop_tokens.shape
         if key not in self._step_programs:
             if len(self._step_programs) == _MAX_STEP_PROGRAMS:
                 self._step_programs.clear()
-            nothing = [np.zeros(0, np.int32)] * self._pool.devices
-            kinds = (None, nothing) if self._bounded else (None,)  # both now: answers wait for neither
-            self._step_programs[key] = [
-                programs.step.prepare(
-                    self._program_lm, self._lent(kind), *rest, evicts=kind is not None, backend=self._backend
-                )[0]
-                for kind in kinds
-            ]
+            kinds = (False, True) if self._bounded else (False,)  # both now: answers wait for neither
+            static: Any = {"backend": self._backend}
+            prepared = [programs.step.prepare(self._program_lm, *arguments, evicts=kind, **static) for kind in kinds]
+            self._step_programs[key] = [program for program, _ in prepared]
         return self._step_programs[key][evicts]
 
     def _fit(self) -> None:
@@ -374,9 +353,8 @@ class Batch:
         """A table as wide as the others are now."""
         if Widths.of(table) == self._widths:
             return table
-        free = table.free
-        table = self._pool.fitted(on_host(dataclasses.replace(table, free=None)), self._widths)  # type: ignore[arg-type]
-        return dataclasses.replace(self._pool.on_device(table), free=free)
+        wide = self._pool.on_device(self._pool.fitted(on_host(without_free(table)), self._widths))
+        return dataclasses.replace(wide, free=table.free)
 
     def _sampling(self, requests: Sequence[Request | None]) -> Sampling:
         """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The
@@ -392,6 +370,11 @@ class Batch:
             kind = np.int32 if name == "top_k" else np.float32
             arrays[name] = np.asarray([value if x is None else x for x in own], kind)
         return Sampling(**arrays)
+
+
+def without_free(table: Rows) -> Rows:
+    """A table without free pages."""
+    return dataclasses.replace(table, free=None)  # type: ignore[arg-type]
 
 
 def is_intact(arrays: Any) -> bool:

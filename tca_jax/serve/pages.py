@@ -12,7 +12,7 @@ import numpy as np
 
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, place
+from tca_jax.engine.mesh import CACHES, on_host, place
 from tca_jax.engine.pages import Allocator, FreePages, Numbers, Rows, Scored
 from tca_jax.engine.read import mean_columns, page_bytes
 from tca_jax.methods.base import UNBOUNDED
@@ -94,6 +94,12 @@ class PagePool:
             own[: len(of_device)] = of_device
         taken = np.zeros(self.devices, np.int32)
         return self.on_device(FreePages(*((x[None] if self.on_mesh else x[0]) for x in (padded, taken))))
+
+    def left(self, free: FreePages) -> Numbers:
+        """Pages that programs may still take."""
+        numbers, taken = (np.reshape(x, (self.devices, -1)) for x in on_host(free))
+        parts = [own[count:] for own, (count,) in zip(numbers, taken, strict=True)]
+        return [own[own < self.total] for own in parts]
 
     def empty_table(self, lm: LM, rows: int, widths: Widths) -> Rows:
         """A table of rows without tokens, on the host."""

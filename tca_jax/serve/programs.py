@@ -1,6 +1,6 @@
 """Programs of a serving engine, beside those that read prompts and append tokens: rows of the batch, steps, moves.
 
-A table without pool, or a state whose cache is one, has no `k`, `v` and `free`.
+Tables without pool have no `k` and `v`, and no `free` unless a row has free pages of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int, Int32, Key, UInt8
 
 from tca_jax.engine.decode import STATE, DecodingState, Steps, draw
@@ -19,8 +18,6 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.sampling import Sampling
-from tca_jax.models.names import MODEL
-from tca_jax.models.sharding import DATA
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
 from tca_jax.programs import Program
@@ -149,11 +146,10 @@ def _step(
     *,
     evicts: bool,
     backend: Backend,
-) -> tuple[DecodingState, Int32[Array, "4 R"], Int32[Array, "1 1"]]:
+) -> tuple[DecodingState, Int32[Array, "4 R"]]:
     """A step of the rows that have not ended and have fewer than `limit` tokens (0 for free rows).
 
-    `allowed` as in `decode.draw`; `evicts`: whether a block may leave a window. Returns the state, its output, and how
-    many free pages were taken.
+    `allowed` as in `decode.draw`; `evicts`: whether a block may leave a window.
     """
     rows, steps = state.cache, Steps(lm, limit, sampling, allowed, backend)
     running = steps.running(state)
@@ -167,9 +163,8 @@ def _step(
     after = steps.take_evicting(given) if evicts else steps.take(given, steps.summaries(cache))
     kept, start = jnp.where(running[:, None], after.cache.kept, rows.kept), after.cache.start
     cache = dataclasses.replace(after.cache, kept=kept, start=jnp.where(running, start, rows.start))
-    taken = cache.free.taken if evicts else jnp.int32(0)
     after = dataclasses.replace(after, cache=cache, lengths=state.lengths)
-    return after, PackedOutput.packed(after), taken.reshape(1, 1)
+    return after, PackedOutput.packed(after)
 
 
 def _row(lm: LM, table: Rows, row: Int[Array, ""]) -> Rows:
@@ -183,8 +178,5 @@ place = Program(OverMesh(_place, (CACHES, CACHES), CACHES), donate=(1,))
 fetch = Program(OverMesh(_fetch, (CACHES,), CACHES))
 fork = Program(OverMesh(_fork, (CACHES, SAME), CACHES), donate=(1,))
 admit = Program(OverMesh(_admit, (STATE, CACHES, SAME, SAME, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
-step = Program(
-    OverMesh(_step, (STATE, SAME, SAME, SAME), (STATE, SAME, PartitionSpec(DATA, MODEL))),
-    donate=(1,),
-)
+step = Program(OverMesh(_step, (STATE, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
 row = Program(OverMesh(_row, (CACHES, SAME), CACHES))

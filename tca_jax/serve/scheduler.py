@@ -118,9 +118,9 @@ class Scheduler:
             try:
                 self._step(is_called)
             except Exception as error:
+                self._recover(error)
                 for request in self._batch.requests:
                     self._fail(request, error)
-                self._recover(error)
         for document in documents.lost():
             self._read_again(document)
             worked = True
