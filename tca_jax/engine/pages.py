@@ -537,21 +537,6 @@ class Allocator:
             self._free[device] += len(unused)
 
 
-def row_pages(rows: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Full pages of a row's kept tokens and means, and the pages that may still be written to."""
-    b, pages, kept = rows.page_size, np.asarray(rows.pages[:, row]), np.asarray(rows.kept[:, row])
-    column = np.arange(rows.columns)
-    full = pages[..., : rows.columns][column < (kept // b)[..., None]]
-    partial = pages[..., : rows.columns][(column == (kept // b)[..., None]) & (kept % b > 0)[..., None]]
-    window = pages[..., rows.columns :].ravel()
-    whole, started = np.zeros(0, np.int32), np.zeros(0, np.int32)
-    if rows.scored is not None:
-        means, count = np.asarray(rows.scored.pages[:, row]), int(rows.start[row]) // b
-        whole, started = means[..., : count // b].ravel(), means[..., count // b : -(-count // b)].ravel()
-    written = np.concatenate([partial, window[window < rows.num_pages], started])
-    return np.concatenate([full, whole]), written
-
-
 def _as_pages(x: Float[Array, "B n H d"], b: int) -> Float[Array, "B H pages b d"]:
     batch, _, heads, width = x.shape
     return x.swapaxes(1, 2).reshape(batch, heads, -1, b, width)

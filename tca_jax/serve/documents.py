@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError, wait
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,7 +21,6 @@ from tca_jax.engine.contexts import identity_of
 from tca_jax.engine.lm import LM
 from tca_jax.engine.pages import Numbers, Rows
 from tca_jax.errors import UserError, require
-from tca_jax.programs import Program
 from tca_jax.serve import programs
 from tca_jax.serve.pages import PagePool, counts, without
 from tca_jax.serve.storage import Entry, Storage, chunks_of, context_of
@@ -68,25 +67,21 @@ def document_id(lm: LM, tokens: list[int], parts: tuple[int, ...], *, named: boo
     return f"{'doc' if named else 'text'}-{digest[:24]}"
 
 
-class _Arriving(NamedTuple):
-    """A chunk of a document that moves to the device."""
-
-    document: Document
-    numbers: Numbers
-    pages: Rows
-
-
 class Documents:
-    """All documents of an engine, and their pages. Only the engine's thread calls it, except for names."""
+    """All documents of an engine, and their pages. Only the engine's thread calls it, except for names.
+
+    `lost` are documents without a copy, which are to be read again, and `failures` those that could not be moved to the
+    device, and why; whoever looks takes them out.
+    """
 
     def __init__(self, lm: LM, pool: PagePool, host_bytes: int, storage: Storage | None) -> None:
         self._lm, self._bare_lm, self.pool = lm, lm.without_weights(), pool
         self._host_bytes, self._storage = host_bytes, storage
         self._chunk = max(1, min(pool.documents, _CHUNK_BYTES * pool.devices // pool.page_bytes))
         self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently used first
-        self._arriving: list[_Arriving] = []
-        self._lost: list[Document] = []
-        self._failures: list[tuple[Document, Exception]] = []
+        self._arriving: list[tuple[Document, Numbers, Rows]] = []  # chunks on their way to the device
+        self.lost: list[Document] = []
+        self.failures: list[tuple[Document, Exception]] = []
         self._unstored: collections.deque[Document] = collections.deque()
         self._writing: Future[None] | None = None
         self._lock = threading.Lock()  # of the table of names, which other threads look at
@@ -94,9 +89,6 @@ class Documents:
             if document_id(lm, each.tokens, each.parts, named=True) == each.id:  # not another model's
                 found = Document(each.id, each.tokens, each.parts, named=True, state="disk", created=each.created)
                 self._by_id[each.id] = found
-
-    def _run(self, program: Program, *args: Any, **static: Any) -> Any:
-        return program.run(self._bare_lm, *args, **static)
 
     def get(self, id_: str) -> Document | None:
         """The document of an id. Any thread may call this."""
@@ -148,16 +140,6 @@ class Documents:
         if document.here and document.pages is not None:
             self.pool.allocator.release(document.pages)
         document.here = False
-
-    def lost(self) -> list[Document]:
-        """Documents without a copy since the last call; they are to be read again."""
-        lost, self._lost = self._lost, []
-        return lost
-
-    def failures(self) -> list[tuple[Document, Exception]]:
-        """Documents that could not be moved to the device since the last call, and why."""
-        failures, self._failures = self._failures, []
-        return failures
 
     def make_room(self, pages: int) -> bool:
         """Whether `pages` are free, once unused documents have left the device for them."""
@@ -246,7 +228,7 @@ class Documents:
             document.state = "disk"
         else:
             document.state = "waiting"
-            self._lost.append(document)
+            self.lost.append(document)
 
     def is_stored(self, document: Document) -> bool:
         """Whether it is on disk."""
@@ -285,7 +267,7 @@ class Documents:
         """Starts copies of a document's pages to host memory."""
         assert document.pages is not None
         free = [self.pool.free_pages(part, self._chunk) for part in self._parts(document.pages)]
-        return [jax.tree.map(_pinned, self._run(programs.fetch, self.pool.lend(None, part))) for part in free]
+        return [jax.tree.map(_pinned, programs.fetch.run(self._bare_lm, self.pool.lend(None, part))) for part in free]
 
     def _parts(self, pages: Numbers) -> list[Numbers]:
         """Pages in chunks."""
@@ -332,7 +314,7 @@ class Documents:
         document.table, document.pages, document.here = self.pool.renumbered(table, old, pages), pages, True
         try:
             parts = zip(self._parts(pages), chunks, strict=True)
-            arriving = [_Arriving(document, part, jax.tree.map(_to_device, chunk)) for part, chunk in parts]
+            arriving = [(document, part, jax.tree.map(_to_device, chunk)) for part, chunk in parts]
         except Exception:
             document.chunks = None  # it may be what is wrong
             self._gone(document)
@@ -345,26 +327,25 @@ class Documents:
     def move(self) -> bool:
         """Writes pages that have arrived to the pool; whether others are under way."""
         left = []
-        for arriving in self._arriving:
-            document = arriving.document
+        for document, numbers, pages in self._arriving:
             if not document.here:  # it was forgotten, or has failed
                 continue
             try:
-                if all(x.is_ready() for x in jax.tree.leaves(arriving.pages)):
-                    to = self.pool.free_pages(arriving.numbers, self._chunk)
-                    self.pool.take_back(self._run(programs.place, self.pool.lend(None, to), arriving.pages))
+                if all(x.is_ready() for x in jax.tree.leaves(pages)):
+                    to = self.pool.lend(None, self.pool.free_pages(numbers, self._chunk))
+                    self.pool.take_back(programs.place.run(self._bare_lm, to, pages))
                 else:
-                    left.append(arriving)
+                    left.append((document, numbers, pages))
             except Exception as error:
                 document.chunks = None
                 self._gone(document)
-                self._failures.append((document, error))
-        self._arriving = [each for each in left if each.document.here]
+                self.failures.append((document, error))
+        self._arriving = [each for each in left if each[0].here]
         return bool(self._arriving)
 
     def is_here(self, document: Document) -> bool:
         """Whether all of its pages are on the device."""
-        if document.state == "moving" and not any(each.document is document for each in self._arriving):
+        if document.state == "moving" and not any(each is document for each, *_ in self._arriving):
             document.state = "device"
         return document.state == "device"
 

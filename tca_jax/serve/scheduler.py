@@ -106,7 +106,8 @@ class Scheduler:
         """
         documents = self._documents
         under_way = documents.move()
-        for document, error in documents.failures():
+        while documents.failures:
+            document, error = documents.failures.pop(0)
             for request in [each for each in self._waiting if each.document is document and not each.reserved]:
                 self._fail(request, error)
             self._recover(error)
@@ -121,8 +122,8 @@ class Scheduler:
                 self._recover(error)
                 for request in self._batch.requests:
                     self._fail(request, error)
-        for document in documents.lost():
-            self._read_again(document)
+        while documents.lost:
+            self._read_again(documents.lost.pop(0))
             worked = True
         return True if worked else None if under_way or self._waiting or not self._prefiller.is_idle else False
 

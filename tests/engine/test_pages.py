@@ -181,12 +181,13 @@ def check_columns(rows, tokens, theta):
 
 
 def test_pages_have_uses():
-    allocator = Allocator(4)
-    first = allocator.take(3)
-    allocator.share(first[:1])
+    allocator = Allocator(4, devices=2)
+    first = allocator.take([3, 1])
+    shared = [numbers[:1] for numbers in first]
+    allocator.share(shared)
     allocator.release(first)
     assert allocator.free == 3
     with pytest.raises(ValueError, match="4 pages are needed, 3 of 4 are free"):
         allocator.take(4)
-    allocator.release(first[:1])
-    assert sorted(allocator.take(4)) == [0, 1, 2, 3]
+    allocator.release(shared)
+    assert [sorted(numbers) for numbers in allocator.take(4)] == [[0, 1, 2, 3]] * 2
