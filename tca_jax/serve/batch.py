@@ -165,6 +165,7 @@ class Batch:
         """Gives a request a row that continues its document; the caller has checked that there are pages for it."""
         document, pool = request.document, self._pool
         assert document.table is not None
+        assert document.pages is not None
         pages, kept = self.own_pages(len(document.tokens), request.own_tokens)
         request.numbers, request.held = pool.allocator.take(pages), document.pages
         request.reserved = pages
@@ -183,6 +184,7 @@ class Batch:
         if not pages:
             return
         if numbers is None and not self.broken:  # it is in the batch
+            assert held is not None
             self.broken = True  # unless its pages are found
             own, free = without(self._pool.named(self.table_of(request)), held), self._pool.left(self._state.cache.free)
             for device, named in enumerate(own):
@@ -203,7 +205,8 @@ class Batch:
         """The table of a request's row, on the host."""
         if request.own is not None:
             return on_host(without_free(request.own))
-        return on_host(programs.row.run(self._bare_lm, without_free(self._state.cache), np.int32(request.slot)))
+        slot: Any = request.slot
+        return on_host(programs.row.run(self._bare_lm, without_free(self._state.cache), np.int32(slot)))
 
     def _set_free(self, state: DecodingState, free: Numbers) -> None:
         """Sets the state, with free pages of the batch."""

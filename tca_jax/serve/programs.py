@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, Key, UInt8
 
-from tca_jax.engine.decode import STATE, DecodingState, Steps, draw
+from tca_jax.engine.decode import STATE, DecodingState, Steps, draw, evict_scored
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.sampling import Sampling
+from tca_jax.methods.scored import ScoredCache
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
 from tca_jax.programs import Program
@@ -53,9 +54,14 @@ class PackedOutput(NamedTuple):
         return cls(step.tolist(), (done > 0).tolist(), (finite > 0).tolist(), last.tolist())
 
 
+#: Fields of `Rows` that are a pool alone.
+NO_TABLE: Any = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
+NO_TABLE |= {"window_pages": 0, "in_runs": False}
+
+
 def _empty_pool(lm: LM, *, pages: int, dtype: jnp.dtype) -> Rows:
-    shape, nothing = (pages, lm.method.cache.block_size, lm.config.head_dim), (None,) * 7
-    return Rows(*(empty(shape, dtype) for _ in range(2)), *nothing, 0)  # type: ignore[arg-type]
+    k, v = (empty((pages, lm.method.cache.block_size, lm.config.head_dim), dtype) for _ in range(2))
+    return Rows(k, v, **NO_TABLE)
 
 
 def empty_state(lm: LM, rows: int, stops: int, cache: Any) -> DecodingState:
@@ -92,7 +98,7 @@ def _place(lm: LM, pool: Rows, pages: Rows) -> Rows:
 def _fetch(lm: LM, pool: Rows) -> Rows:
     """Copies of the pages that are called free."""
     k, v = jax.tree.map(lambda x: x.at[pool.free.numbers].get(mode="clip"), (pool.k, pool.v))
-    return dataclasses.replace(pool, k=k, v=v, free=None)
+    return Rows(k, v, **NO_TABLE)
 
 
 def _fork(lm: LM, rows: Rows, most: Int[Array, " 1"]) -> Rows:
@@ -160,7 +166,11 @@ def _step(
         jnp.where(running, state.lengths, 1 - state.step),
     )
     given = dataclasses.replace(state, cache=cache, lengths=lengths)
-    after = steps.take_evicting(given) if evicts else steps.take(given, steps.summaries(cache))
+    if evicts and isinstance(lm.method.cache, ScoredCache):  # needs no query
+        given = dataclasses.replace(given, cache=evict_scored(lm, cache, steps.leaving(given)))
+    by_query = evicts and not isinstance(lm.method.cache, ScoredCache)
+    summaries, leaving = (None, steps.leaving(given)) if by_query else (steps.summaries(given.cache), None)
+    after = steps.take(given, summaries, leaving)
     kept, start = jnp.where(running[:, None], after.cache.kept, rows.kept), after.cache.start
     cache = dataclasses.replace(after.cache, kept=kept, start=jnp.where(running, start, rows.start))
     after = dataclasses.replace(after, cache=cache, lengths=state.lengths)
