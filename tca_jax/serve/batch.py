@@ -270,7 +270,8 @@ class Batch:
             request.start += self._pool.block_size
         limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
-        arguments = self._lent(), limit, sampling, allowed
+        state = dataclasses.replace(self._state, cache=self._pool.lend(self._state.cache))
+        arguments = state, limit, sampling, allowed
         state, said = self._step_program(arguments, bool(leaving))(self._program_lm, *arguments)
         self._state = dataclasses.replace(state, cache=self._pool.take_back(state.cache))
         self.pending.append(PendingStep(said, tuple(self.rows)))
@@ -294,9 +295,6 @@ class Batch:
         position = len(request.document.tokens) + len(request.new) + request.scheduled - 1
         window = self._widths.window * self._pool.block_size
         return self._bounded and position - request.start >= window
-
-    def _lent(self) -> DecodingState:
-        return dataclasses.replace(self._state, cache=self._pool.lend(self._state.cache))
 
     def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any], evicts: bool) -> Callable[..., Any]:
         """The program of these arguments, keyed by the few shapes that change: comparing all is as slow as a step."""
