@@ -282,13 +282,9 @@ class Batch:
         Log-probabilities are those of the last dispatched step: where a row wants them, this is the only one.
         """
         pending, state = self.pending.pop(0), self._state
-        said = PackedOutput.of(self._arrived(pending.output))
+        said = PackedOutput.of(np.asarray(pending.output))
         logprobs, top = on_host((state.logprobs, state.top)) if self.wants_logprobs else (None, None)
         return StepOutput(pending.rows, said, logprobs, top)
-
-    @staticmethod
-    def _arrived(said: jax.Array) -> np.ndarray:
-        return np.asarray(said)
 
     def _leaves(self, request: Request) -> bool:
         """Whether a block leaves the window of a row at its next step."""
