@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, Key, UInt8
 
-from tca_jax.engine.decode import STATE, DecodingState, Steps, draw, evict_scored
+from tca_jax.engine.decode import STATE, DecodingState, Steps, draw
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.sampling import Sampling
-from tca_jax.methods.scored import ScoredCache
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
 from tca_jax.programs import Program
@@ -166,11 +165,7 @@ def _step(
         jnp.where(running, state.lengths, 1 - state.step),
     )
     given = dataclasses.replace(state, cache=cache, lengths=lengths)
-    if evicts and isinstance(lm.method.cache, ScoredCache):  # needs no query
-        given = dataclasses.replace(given, cache=evict_scored(lm, cache, steps.leaving(given)))
-    by_query = evicts and not isinstance(lm.method.cache, ScoredCache)
-    summaries, leaving = (None, steps.leaving(given)) if by_query else (steps.summaries(given.cache), None)
-    after = steps.take(given, summaries, leaving)
+    after = steps.take_evicting(given) if evicts else steps.take(given, steps.summaries(cache))
     kept, start = jnp.where(running[:, None], after.cache.kept, rows.kept), after.cache.start
     cache = dataclasses.replace(after.cache, kept=kept, start=jnp.where(running, start, rows.start))
     after = dataclasses.replace(after, cache=cache, lengths=state.lengths)
