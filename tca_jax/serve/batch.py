@@ -184,8 +184,8 @@ class Batch:
         if not pages:
             return
         if numbers is None and not self.broken:  # it is in the batch
-            self.broken = True  # unless its pages are found
             assert held is not None
+            self.broken = True  # unless its pages are found
             own, free = without(self._pool.named(self.table_of(request)), held), self._pool.left(self._state.cache.free)
             for device, named in enumerate(own):
                 count = pages - len(named)
@@ -205,8 +205,8 @@ class Batch:
         """The table of a request's row, on the host."""
         if request.own is not None:
             return on_host(without_free(request.own))
-        assert request.slot is not None
-        return on_host(programs.row.run(self._bare_lm, without_free(self._state.cache), np.int32(request.slot)))
+        slot: Any = request.slot
+        return on_host(programs.row.run(self._bare_lm, without_free(self._state.cache), np.int32(slot)))
 
     def _set_free(self, state: DecodingState, free: Numbers) -> None:
         """Sets the state, with free pages of the batch."""
@@ -270,7 +270,8 @@ class Batch:
             request.start += self._pool.block_size
         limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
-        arguments = self._lent(), limit, sampling, allowed
+        state = dataclasses.replace(self._state, cache=self._pool.lend(self._state.cache))
+        arguments = state, limit, sampling, allowed
         state, said = self._step_program(arguments, bool(leaving))(self._program_lm, *arguments)
         self._state = dataclasses.replace(state, cache=self._pool.take_back(state.cache))
         self.pending.append(PendingStep(said, tuple(self.rows)))
@@ -281,22 +282,15 @@ class Batch:
         Log-probabilities are those of the last dispatched step: where a row wants them, this is the only one.
         """
         pending, state = self.pending.pop(0), self._state
-        said = PackedOutput.of(self._arrived(pending.output))
+        said = PackedOutput.of(np.asarray(pending.output))
         logprobs, top = on_host((state.logprobs, state.top)) if self.wants_logprobs else (None, None)
         return StepOutput(pending.rows, said, logprobs, top)
-
-    @staticmethod
-    def _arrived(said: jax.Array) -> np.ndarray:
-        return np.asarray(said)
 
     def _leaves(self, request: Request) -> bool:
         """Whether a block leaves the window of a row at its next step."""
         position = len(request.document.tokens) + len(request.new) + request.scheduled - 1
         window = self._widths.window * self._pool.block_size
         return self._bounded and position - request.start >= window
-
-    def _lent(self) -> DecodingState:
-        return dataclasses.replace(self._state, cache=self._pool.lend(self._state.cache))
 
     def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any], evicts: bool) -> Callable[..., Any]:
         """The program of these arguments, keyed by the few shapes that change: comparing all is as slow as a step."""

@@ -36,7 +36,7 @@ State = Literal["waiting", "device", "moving", "host", "disk", "failed"]
 class Document:
     """Tokens that the model has read, or will."""
 
-    id: str  # from `document_id`
+    id: str  # from `Documents.id_of`
     tokens: list[int]
     parts: tuple[int, ...]  # tokens of the first prefill, and of each append
     named: bool  # requested by a user; others are copies of prompts that can be sent again, and go first
@@ -59,14 +59,6 @@ class Document:
         return 0 if self.pages is None else max(counts(self.pages))
 
 
-def document_id(lm: LM, tokens: list[int], parts: tuple[int, ...], *, named: bool) -> str:
-    """The id of tokens that a model reads in these parts: a hash of all that its pages depend on."""
-    identity = identity_of(lm)
-    model = identity.fingerprint, identity.method_description, lm.cache_dtype.name, parts
-    digest = hashlib.sha256(repr(model).encode() + np.asarray(tokens, np.int64).tobytes()).hexdigest()
-    return f"{'doc' if named else 'text'}-{digest[:24]}"
-
-
 class Documents:
     """All documents of an engine, and their pages. Only the engine's thread calls it, except for names.
 
@@ -86,9 +78,20 @@ class Documents:
         self._writing: Future[None] | None = None
         self._lock = threading.Lock()  # of the table of names, which other threads look at
         for each in [] if storage is None else storage.entries():
-            if document_id(lm, each.tokens, each.parts, named=True) == each.id:  # not another model's
+            if self.id_of(each.tokens, each.parts, named=True) == each.id:  # not another model's
                 found = Document(each.id, each.tokens, each.parts, named=True, state="disk", created=each.created)
                 self._by_id[each.id] = found
+
+    @functools.cached_property
+    def _identity(self) -> tuple[str, str, str]:
+        identity = identity_of(self._lm)
+        return identity.fingerprint, identity.method_description, self._lm.cache_dtype.name
+
+    def id_of(self, tokens: list[int], parts: tuple[int, ...], *, named: bool) -> str:
+        """The id of tokens that the model reads in these parts: a hash of all that its pages depend on."""
+        model = repr((*self._identity, parts)).encode()
+        digest = hashlib.sha256(model + np.asarray(tokens, np.int64).tobytes()).hexdigest()
+        return f"{'doc' if named else 'text'}-{digest[:24]}"
 
     def get(self, id_: str) -> Document | None:
         """The document of an id. Any thread may call this."""

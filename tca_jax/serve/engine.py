@@ -27,7 +27,7 @@ from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.serve.batch import Request, own_pages
 from tca_jax.serve.constraints import Mask
-from tca_jax.serve.documents import Document, Documents, document_id
+from tca_jax.serve.documents import Document, Documents
 from tca_jax.serve.pages import PagePool
 from tca_jax.serve.scheduler import Scheduler
 from tca_jax.serve.storage import Storage
@@ -285,7 +285,7 @@ class Engine:
         (ids,) = encode_appended(self.lm, [more], 1, lambda row: known.tokens, "more")
         require_positions("more", len(ids), 0, self.lm, context_tokens=len(known.tokens))
         tokens, parts = known.tokens + ids, (*known.parts, len(ids))
-        longer = document_id(self.lm, tokens, parts, named=True)
+        longer = self._documents.id_of(tokens, parts, named=True)
         self._scheduler.require_room(len(known.tokens), len(ids))
 
         def enter() -> str:
@@ -440,7 +440,7 @@ class Engine:
 
     def _found(self, tokens: list[int], *, named: bool) -> Document:
         """The document of these tokens, which is read if it is new; in the engine's thread."""
-        id_ = document_id(self.lm, tokens, (len(tokens),), named=named)
+        id_ = self._documents.id_of(tokens, (len(tokens),), named=named)
         found = self._documents.get(id_)
         if found is None or found.state == "failed":
             found = Document(id_, tokens, (len(tokens),), named)

@@ -84,16 +84,16 @@ class PagePool:
     def take_back(self, rows: Rows) -> Rows:
         """Takes the pool from a program's result; the table is left."""
         self.arrays = dataclasses.replace(self.arrays, k=rows.k, v=rows.v)
-        return dataclasses.replace(rows, k=None, v=None)  # type: ignore[arg-type]
+        none: Any = None
+        return dataclasses.replace(rows, k=none, v=none)
 
     def free_pages(self, numbers: Numbers, count: int) -> FreePages:
         """Pages that a program may take, in `count` places."""
         padded = np.full((self.devices, count), self.total, np.int32)
         for own, of_device in zip(padded, numbers, strict=True):
             own[: len(of_device)] = of_device
-        taken = np.zeros(self.devices, np.int32)
-        parts: list[Any] = [x[None] if self.on_mesh else x[0] for x in (padded, taken)]
-        return self.on_device(FreePages(*parts))
+        free: Any = padded, np.zeros(self.devices, np.int32)
+        return self.on_device(FreePages(*(x[None] if self.on_mesh else x[0] for x in free)))
 
     def left(self, free: FreePages) -> Numbers:
         """Pages that programs may still take."""
@@ -105,18 +105,19 @@ class PagePool:
         """A table of rows without tokens, on the host."""
         lead = (1, self.devices) if self.on_mesh else ()
         shape, b = (*lead, lm.config.num_layers, rows, lm.config.num_kv_heads // self.devices), self.block_size
-        scored, nothing = None, [np.zeros((*lead, rows), np.int32) for _ in range(3)]
+        scored: Any = None
         if isinstance(lm.method.cache, ScoredCache):
-            scored = Scored(
-                np.full((*shape, widths.window * b), -np.inf, np.float32),  # type: ignore[arg-type]
-                np.full((*shape, widths.means), self.total, np.int32),  # type: ignore[arg-type]
-                np.full((*shape, widths.means * b), MASKED, np.float32),  # type: ignore[arg-type]
-                np.zeros(shape[:-1], np.int32),  # type: ignore[arg-type]
-            )
-        table, kept = np.full((*shape, widths.kept + widths.window), self.total, np.int32), np.zeros(shape, np.int32)
-        none: Any = None
-        fields: list[Any] = [none, none, none, table, kept, *nothing, scored, widths.window]
-        return Rows(*fields)
+            scored = {
+                "scores": np.full((*shape, widths.window * b), -np.inf, np.float32),
+                "pages": np.full((*shape, widths.means), self.total, np.int32),
+                "bias": np.full((*shape, widths.means * b), MASKED, np.float32),
+                "raised": np.zeros(shape[:-1], np.int32),
+            }
+            scored = Scored(**scored)
+        table: Any = {name: np.zeros((*lead, rows), np.int32) for name in ("start", "own", "length")}
+        table |= {"kept": np.zeros(shape, np.int32), "scored": scored, "window_pages": widths.window}
+        table["pages"] = np.full((*shape, widths.kept + widths.window), self.total, np.int32)
+        return Rows(**{**programs.NO_TABLE, "k": None, "v": None, **table})
 
     def on_device(self, table: Any) -> Any:
         """A table of the host, or free pages, on the devices."""

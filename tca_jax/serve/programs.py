@@ -53,10 +53,14 @@ class PackedOutput(NamedTuple):
         return cls(step.tolist(), (done > 0).tolist(), (finite > 0).tolist(), last.tolist())
 
 
+#: Fields of `Rows` that are a pool alone.
+NO_TABLE: Any = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
+NO_TABLE |= {"window_pages": 0, "in_runs": False}
+
+
 def _empty_pool(lm: LM, *, pages: int, dtype: jnp.dtype) -> Rows:
-    shape, nothing = (pages, lm.method.cache.block_size, lm.config.head_dim), (None,) * 7
-    k, v = (empty(shape, dtype) for _ in range(2))
-    return Rows(k, v, *nothing, 0)  # type: ignore[arg-type]
+    k, v = (empty((pages, lm.method.cache.block_size, lm.config.head_dim), dtype) for _ in range(2))
+    return Rows(k, v, **NO_TABLE)
 
 
 def empty_state(lm: LM, rows: int, stops: int, cache: Any) -> DecodingState:
@@ -93,8 +97,7 @@ def _place(lm: LM, pool: Rows, pages: Rows) -> Rows:
 def _fetch(lm: LM, pool: Rows) -> Rows:
     """Copies of the pages that are called free."""
     k, v = jax.tree.map(lambda x: x.at[pool.free.numbers].get(mode="clip"), (pool.k, pool.v))
-    nothing: Any = None
-    return dataclasses.replace(pool, k=k, v=v, free=nothing)
+    return Rows(k, v, **NO_TABLE)
 
 
 def _fork(lm: LM, rows: Rows, most: Int[Array, " 1"]) -> Rows:

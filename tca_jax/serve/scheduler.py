@@ -26,7 +26,7 @@ from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import results_of
 from tca_jax.serve.batch import Batch, Request, StepOutput, is_intact
 from tca_jax.serve.constraints import packed_mask
-from tca_jax.serve.documents import Document, Documents, document_id
+from tca_jax.serve.documents import Document, Documents
 from tca_jax.serve.pages import Widths, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
@@ -178,11 +178,11 @@ class Scheduler:
             return
         tokens, parts = document.tokens[:-last], tuple(before)
         for named in (True, False):
-            parent = documents.get(document_id(self._lm, tokens, parts, named=named))
+            parent = documents.get(documents.id_of(tokens, parts, named=named))
             if parent is not None and parent.state != "failed":
                 break
         else:
-            parent = Document(document_id(self._lm, tokens, parts, named=False), tokens, parts, named=False)
+            parent = Document(documents.id_of(tokens, parts, named=False), tokens, parts, named=False)
         request = Request(None, parent, document.tokens[-last:], target=document)
         self.add(request)
         if documents.get(parent.id) is not parent:
@@ -383,7 +383,7 @@ class Scheduler:
         assert request.held is not None
         fed = request.stream.tokens[: request.streamed - 1]
         tokens, parts = request.tokens + fed, (*request.document.parts, len(request.new) + len(fed))
-        id_ = document_id(self._lm, tokens, parts, named=True)
+        id_ = self._documents.id_of(tokens, parts, named=True)
         found = self._documents.get(id_)
         if found is None or found.state == "failed":
             document = Document(id_, tokens, parts, named=True)
@@ -507,13 +507,13 @@ class Prefiller:
             programs.append(self._compilers.submit(function, *args, **static))
             return programs[-1]
 
-        def of_layer(number: int, x: Any, cos: Any, sin: Any, shares: Any, rows: Rows) -> tuple[Any, ...]:
-            weights, of_rows = lm.layer_params(number), (lengths, lengths)
-            return lm.without_weights(), weights, x, shares, rows, cos, sin, *of_rows, np.int32(number)
+        def of_layer(number: int, stream: Any, rows: Rows) -> tuple[Any, ...]:
+            x, cos, sin, shares, *_ = stream
+            given = lm.layer_params(number), x, shares, rows, cos, sin, lengths, lengths, np.int32(number)
+            return lm.without_weights(), *given
 
         def layer(number: int) -> Any:
-            x, cos, sin, shares = results_of(begin.result()[0])[:4]
-            given = of_layer(number, x, cos, sin, shares, empty)
+            given = of_layer(number, results_of(begin.result()[0]), empty)
             return read.layer_program.prepare(*given, **options, layer=read.static_layer(lm.method, number))
 
         def last() -> Any:
@@ -536,7 +536,7 @@ class Prefiller:
             for number in range(lm.config.num_layers):
                 program = of_layers[0 if same else number]
                 yield program, tokens.size
-                x, shares, rows = program.result()[0](*of_layer(number, x, cos, sin, shares, pool.lend(table)))
+                x, shares, rows = program.result()[0](*of_layer(number, (x, cos, sin, shares), pool.lend(table)))
                 table = pool.take_back(rows)
             yield end, 0
             self._enter(group, *on_host((*end.result()[0](lm, x, lengths, shares), table)))

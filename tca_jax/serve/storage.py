@@ -178,7 +178,7 @@ def context_of(
     lead = table.start.shape[:-1]
     free: Any = FreePages(np.zeros((*lead, 0), np.int32), np.zeros(lead, np.int32))  # type: ignore[arg-type]
     return Context(
-        rows=dataclasses.replace(table, k=k, v=v, free=free),
+        rows=dataclasses.replace(table, k=k, v=v, free=free, in_runs=True),
         tokens=jnp.asarray([entry.tokens], jnp.int32),
         lengths=jnp.asarray([len(entry.tokens)], jnp.int32),
         attended_share=jnp.asarray([share], jnp.float32),
@@ -193,7 +193,7 @@ def context_of(
 def chunks_of(pool: PagePool, rows: Rows, size: int) -> tuple[Rows, Numbers, list[Rows]]:
     """The table of a context of one row on the host, the numbers of its pages, and these pages by `size`."""
     nothing: Any = None
-    bare = dataclasses.replace(rows, k=nothing, v=nothing, free=nothing)
+    bare = dataclasses.replace(rows, k=nothing, v=nothing, free=nothing, in_runs=False)
     named = pool.named(pool.exact(bare), rows.num_pages)
     pages = [np.arange(len(own), dtype=np.int32) for own in named]
     table = pool.exact(pool.renumbered(bare, named, pages))
