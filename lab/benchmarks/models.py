@@ -91,17 +91,13 @@ class Share:
 
     def method(self, config: TCAConfig, kv_heads: int, num_layers: int = 1) -> Method:
         """TCA with these budgets; dense heads are spread over the layers."""
-        most, all_tokens = kv_heads * num_layers, config.num_candidates
+        most = kv_heads * num_layers
         shares = candidate_distributions(config) @ budget_sizes(config) / config.block_size  # of candidates, [M + 1]
         dense = round(most * max(0.0, self.cache - shares[0]) / (1 - shares[0]))
-        return methods.configured(config, _spread(dense, all_tokens, 0, kv_heads, num_layers))
-
-
-def _spread(count: int, one: Any, other: Any, kv_heads: int, num_layers: int) -> tuple[tuple[Any, ...], ...]:
-    """For each layer and KV head, `count` times `one` in the first heads of evenly spread layers, else `other`."""
-    ends = [count * layer // num_layers for layer in range(num_layers + 1)]
-    counts = [end - start for start, end in itertools.pairwise(ends)]
-    return tuple((one,) * each + (other,) * (kv_heads - each) for each in counts)
+        ends = [dense * layer // num_layers for layer in range(num_layers + 1)]
+        counts = [end - start for start, end in itertools.pairwise(ends)]
+        own = (config.num_candidates,)
+        return methods.configured(config, tuple(own * each + (0,) * (kv_heads - each) for each in counts))
 
 
 BlockSharesOption = Annotated[
@@ -137,9 +133,8 @@ def named_methods(
 def describe_shares(config: TCAConfig) -> str:
     """How the notes of tables explain the names of attentions."""
     return (
-        "`TCA PREFILL:CACHE+N`: prompt queries attend to PREFILL of the ranked blocks (in every head the nearest "
-        "candidate, without PREFILL candidate 0), the cache keeps CACHE of them (as many dense heads as that takes), N "
-        f"KV heads have the reading `blocks`. Window {config.window}, reserve {config.reserve_tokens} tokens per head."
+        "`TCA SHARE`: the cache keeps SHARE of the ranked blocks: as many dense heads as that takes, candidate 0 in "
+        f"the others. Window {config.window}, reserve {config.reserve_tokens} tokens per head."
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +32,6 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 _CHUNK = 128  # positions whose logits are computed at once
-#: Of each layer: q [1, L', Hq, d], k and v [1, L', Hkv, d], and the attended share [1]; L' is padded.
-_Layers = list[tuple[Array, Array, Array, Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +39,8 @@ class FullRead:
     """A document that was read under full attention."""
 
     ids: list[int]
-    layers: _Layers
+    # Of each layer: q [1, L', Hq, d], k and v [1, L', Hkv, d], and the attended share [1]; L' is padded.
+    layers: list[tuple[Array, Array, Array, Array]]
     # What methods that repeat the document measure, [layers, 1, Hkv, L'], by how they repeat it.
     repetitions: dict[Repetition, Array] = dataclasses.field(default_factory=dict)
 
@@ -71,23 +70,30 @@ def read_full(lm: LM, ids: Sequence[int]) -> FullRead:
 
 def read_by(lm: LM, full: FullRead) -> MaskedRead:
     """The tokens that the model's method keeps of a document; ValueError if each step reads others (Quest)."""
-    method, lengths, layers = lm.method, jnp.asarray([len(full.ids)]), full.layers
+    method, layers = lm.method, full.layers
     masked = type(method.cache).attended is CachePolicy.attended and not isinstance(method.cache, ScoredCache)
     require(masked, f"{method.name} chooses what each step attends to, or by hidden states: use tca-jax eval")
     if not isinstance(method.prefill, FullPrefill):
         layers = list(_read(lm, TextPass(lm, full.ids)))
-    if method.cache.reader is None:
-        masks = [_mask(method, number, *layer[:3], lengths) for number, layer in enumerate(layers)]
-    else:
-        policy: Any = method.cache  # a KVzipCache
-        if policy.repetition not in full.repetitions:
-            tokens, _ = map(jnp.asarray, pad_tokens([full.ids]))
-            repeated = repeat(lm, policy.repetition, tokens, lengths, Calls())
-            full.repetitions[policy.repetition] = jnp.stack(repeated.scores)
-        heads = [Heads.all(k.shape[2]) for _, k, *_ in layers]
-        selections = policy.select_repeated(heads, full.repetitions[policy.repetition], lengths)
-        masks = [kept_mask(policy, selection, lengths) for selection in selections]
+    masks = _masks(lm, full.ids, layers, full.repetitions)
     return MaskedRead(full.ids, [layer[1:3] for layer in layers], masks, _mean_share(layers))
+
+
+def masks_of(lm: LM, ids: Sequence[int]) -> list[Bool[Array, "1 Hkv L"]]:
+    """The tokens of a document that the model's method keeps in each layer."""
+    return _masks(lm, ids, _read(lm, TextPass(lm, ids)), {})
+
+
+def _masks(lm: LM, ids: Sequence[int], layers: Iterable[Any], repetitions: dict[Repetition, Array]) -> list[Array]:
+    method, (tokens, lengths) = lm.method, map(jnp.asarray, pad_tokens([list(ids)]))
+    if method.cache.reader is None:
+        return [_mask(method, number, *layer[:3], lengths) for number, layer in enumerate(layers)]
+    policy: Any = method.cache  # a KVzipCache
+    if policy.repetition not in repetitions:
+        repetitions[policy.repetition] = jnp.stack(repeat(lm, policy.repetition, tokens, lengths, Calls())[1])
+    heads = [Heads.all(lm.config.num_kv_heads)] * lm.config.num_layers
+    selections = policy.select_repeated(heads, repetitions[policy.repetition], lengths)
+    return [kept_mask(policy, selection, lengths) for selection in selections]
 
 
 def read_losses(lm: LM, ids: Sequence[int]) -> tuple[Float32[np.ndarray, " L"], float]:

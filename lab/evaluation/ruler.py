@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tca_jax.errors import explaining, require
-from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Prompt, Sample, Task, asked_with_lead
+from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Prompt, Sample, Task, by_protocol
 from tca_jax.lab.evaluation.sources import Sources, load_words, read_json_file
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -73,7 +73,8 @@ def _task(
 
 def _sample(parts: Sequence[str], answers: Sequence[str], **fields: object) -> Sample:
     """A sample from templates of document, question and lead."""
-    return Sample(asked_with_lead(*(part.format(**fields) for part in parts)), tuple(answers))
+    *asked, lead = (part.format(**fields) for part in parts)
+    return Sample(by_protocol(Prompt(*asked, lead), Prompt(*asked)), tuple(answers))
 
 
 def largest(fits: Callable[[int], bool], least: int) -> int | None:

@@ -61,11 +61,6 @@ def by_protocol(given: Prompt, without: Prompt) -> Mapping[str, Prompt]:
     return {"prefix": given, "preamble": without, "late": without, LATE_PREFIX: given}
 
 
-def asked_with_lead(document: str, question: str, lead: str) -> Mapping[str, Prompt]:
-    """Prompts by protocol."""
-    return by_protocol(Prompt(document, question, lead), Prompt(document, question))
-
-
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """A question with its references."""

@@ -40,7 +40,9 @@ def latency_bars(records: Mapping[str, Row], *, new_tokens: int = 256) -> dict[s
     bars: dict[str, dict[str, float]] = {}
     for name, record in records.items():
         if "stats" in record:
-            bars[name] = call_stages(record["stats"])
+            stats = record["stats"]
+            decoding = stats["seconds_per_token"] * max(stats["new_tokens"])
+            bars[name] = {READING: stats["prefill_seconds"], "decoding": decoding}
         elif timed := _longest(record, "total ms", "full ms"):
             layers += timed
         elif timed := _longest(record, "TTFT s", "ms/token"):
@@ -51,15 +53,10 @@ def latency_bars(records: Mapping[str, Row], *, new_tokens: int = 256) -> dict[s
     parts = [_parts(row, layers) for row in models]
     for row, of_row in zip(models, parts, strict=True):
         reading = of_row if all(parts) else {READING: row["TTFT s"]}
-        decoding = {f"decoding {new_tokens:,} tokens": row["ms/token"] * new_tokens / 1e3}
-        bars[f"{row['model']}, {row['tokens']:,} tokens, {row['attention']}"] = reading | decoding
+        further = {f"decoding {new_tokens:,} tokens": row["ms/token"] * new_tokens / 1e3}
+        bars[f"{row['model']}, {row['tokens']:,} tokens, {row['attention']}"] = reading | further
     require(bars, f"{', '.join(records)}: no times of models or calls")
     return bars
-
-
-def call_stages(stats: Row) -> dict[str, float]:
-    """Seconds of one call: `dataclasses.asdict(out.stats)`, or "stats" of `tca-jax generate --json`."""
-    return {READING: stats["prefill_seconds"], "decoding": stats["seconds_per_token"] * max(stats["new_tokens"])}
 
 
 def accuracy_panels(path: PathLike, protocol: str | None = None) -> Panels:

@@ -24,16 +24,13 @@ from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 from matplotlib.transforms import Affine2D
 
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, on_host
+from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens, token_text
-from tca_jax.engine.read import Calls
 from tca_jax.errors import require
+from tca_jax.lab.evaluation.by_layers import masks_of
 from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR
-from tca_jax.lab.rivals.repetition import repeat, select_repeated
-from tca_jax.methods.base import Heads, ScoredCache, ScoredPrefill, last_queries
-from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.select_tokens import selection_mask
+from tca_jax.methods.base import Heads, ScoredCache, ScoredPrefill
 
 _COLUMNS = 110  # characters of a line
 _LINES = 24
@@ -92,52 +89,19 @@ def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "lay
     ids, policy = encode_prompt(lm, prompt), lm.method.cache
     most = lm.config.max_context
     require(len(ids) <= most, f"prompt has {len(ids)} tokens: {lm.name} has {most} positions")
-    if not (ranked := policy.num_ranked_blocks(len(ids))):
+    require(lm.mesh is None, f"{lm.name} is on a mesh: load it on one device to draw kept tokens")
+    if not policy.num_ranked_blocks(len(ids)):
         return np.ones((lm.config.num_layers, lm.config.num_kv_heads, len(ids)), bool)
-    found = _selected_when_read(lm, ids) if policy.reader is None else _selected_by_repetition(lm, ids)
-    selected = np.stack([lm.in_model_order(layer, of_heads)[:, : len(ids)] for layer, of_heads in enumerate(found)])
-    return selected | (np.arange(len(ids)) >= ranked * policy.block_size)
-
-
-def _selected_when_read(lm: LM, ids: Sequence[int]) -> Bool[np.ndarray, "layers Hkv L"]:
-    program = _selected
-    if isinstance(lm.method.cache, ScoredCache):
-        require(lm.mesh is None, f"{lm.name} is on a mesh: load it on one device to draw predicted worth")
-        program = _staying
-    return on_host(program(lm.for_programs(), *map(jnp.asarray, pad_tokens([ids]))))
-
-
-def _selected_by_repetition(lm: LM, ids: Sequence[int]) -> Bool[np.ndarray, "layers Hkv L"]:
-    policy: Any = lm.method.cache  # a KVzipCache
-    tokens, lengths = map(jnp.asarray, pad_tokens([ids] * axis_size(lm.mesh, DATA)))
-    calls = Calls()
-    repeated = repeat(lm, policy.repetition, tokens, lengths, calls)
-    selections = on_host(select_repeated(lm, repeated, lengths, calls))
-    scored = [map(jnp.asarray, each[:2]) for each in selections]
-    return np.stack([selection_mask(*each, block_size=policy.block_size)[0] for each in scored])
-
-
-def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
-    layout, policy = lm.cache_layout(1, tokens.shape[1]), lm.method.cache
-
-    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
-        heads = heads_of(lm.head_shards, layer, k.shape[2])
-        selection = policy.select(layer, heads, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
-        selected = layout.regions(layer).fill(selection, k, v, block_size=policy.block_size)
-        readable = selected if lm.method.prefill_reads_cache else None
-        out = lm.method.prefill.attend(layer, heads, q, k, v, lengths, readable, "auto").out
-        return out, selection_mask(selection.scores, selected.budgets, block_size=policy.block_size)[0]
-
-    positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    return jnp.stack(lm.decoder(tokens, positions, attention, (None,) * lm.config.num_layers)[1])
-
-
-_selected = jax.jit(OverMesh(_selected_tokens, (SAME, SAME), SECOND_HEADS))
+    if isinstance(policy, ScoredCache):
+        found = _staying(lm.for_programs(), *map(jnp.asarray, pad_tokens([ids])))
+    else:
+        found = jnp.concatenate(masks_of(lm, ids))
+    return on_host(found)[..., : len(ids)]
 
 
 @jax.jit
 def _staying(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
-    """The tokens whose scores let them stay, whatever room there is."""
+    """The window, and the tokens whose scores let them stay, whatever room there is."""
     policy, prefill, found = lm.method.cache, lm.method.prefill, []
     assert isinstance(policy, ScoredCache)
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
@@ -152,7 +116,8 @@ def _staying(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bo
             return prefill.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto").out, None
 
         x = module(x, *angles, attention, None)[0]
-        found.append(policy.stays(settings, scores)[0])
+        window = positions[0] >= policy.num_ranked_blocks(lengths) * policy.block_size
+        found.append(policy.stays(settings, scores)[0] | window)
     return jnp.stack(found)
 
 

@@ -12,8 +12,6 @@ import numpy as np
 
 from tca_jax.errors import require, require_name
 
-SPLITS = ("train", "held-out")
-
 # Modules that training never sees, about a megabyte in every Python since 3.11.
 HELD_OUT_MODULES: tuple[str, ...] = (
     *("argparse.py", "difflib.py", "doctest.py", "imaplib.py", "inspect.py", "ipaddress.py", "mailbox.py"),
@@ -27,7 +25,7 @@ _SKIPPED_FOLDERS |= {"pydoc_data", "site-packages", "test", "tests"}
 
 def source_files(split: str) -> tuple[Path, ...]:
     """The standard library files of a split, sorted: "train" or "held-out" (`HELD_OUT_MODULES`)."""
-    require_name(f"split = {split!r}", split, SPLITS)
+    require_name(f"split = {split!r}", split, ("train", "held-out"))
     root = Path(sysconfig.get_path("stdlib"))
     held_out = (root / name for name in HELD_OUT_MODULES if (root / name).is_file())
     files = tuple(held_out if split == "held-out" else sorted(_training_files(root)))

@@ -17,9 +17,6 @@ EVALUATION_PROTOCOLS = (*PROTOCOLS, LATE_PREFIX)
 #: Where the document is read without the question, and where the answer's first words are given.
 READ_FIRST, WITH_LEAD = ("late", LATE_PREFIX), ("prefix", LATE_PREFIX)
 
-#: Roles of recall-tiny's chat template, each a token.
-USER, ASSISTANT = "<|user|>", "<|assistant|>"
-
 #: With what an answer in a chat begins.
 PREAMBLES = (
     "I have read the whole text to find this.",
@@ -41,16 +38,6 @@ def asked(question: Question) -> str:
     return f"\n\nQuestion: {question.text}\nAnswer: "
 
 
-def chat_document(text: str) -> str:
-    """The part of a chat's first turn that can be read before there is a question."""
-    return f"{USER}{text}"
-
-
-def chat_question(question: Question, eos: str = "<|eos|>") -> str:
-    """What follows `chat_document`: the question, and the assistant's turn begins."""
-    return f"\n\n{question.text}{eos}{ASSISTANT}"
-
-
 def is_correct(question: Question, text: str, protocol: str) -> bool:
     """Whether a model's continuation is exactly the answer, in a chat after a preamble."""
     require_name(f"protocol = {protocol!r}", protocol, PROTOCOLS)
@@ -59,8 +46,3 @@ def is_correct(question: Question, text: str, protocol: str) -> bool:
     before = text.removesuffix(question.sentence)
     # A first attempt that was wrong is no preamble.
     return before != text and question.lead not in before and len(before) <= 2 * max(map(len, PREAMBLES))
-
-
-def chat_answer(question: Question, preamble: int = 0) -> str:
-    """An answer in a chat, after one of `PREAMBLES`."""
-    return f"{PREAMBLES[preamble % len(PREAMBLES)]} {question.sentence}"

@@ -70,8 +70,8 @@ def repetition_scores(
     policy: Any = model.method.cache
     for ids in encode_texts(lm, texts, sinks=sinks):
         tokens, lengths = map(jnp.asarray, pad_tokens([ids] * axis_size(lm.mesh, DATA)))
-        repeated = repeat(model, policy.repetition, tokens, lengths, Calls())
-        of_heads = on_host([of_layer[0, :, sinks:].max(axis=-1) for of_layer in repeated.scores])
+        _, of_layers = repeat(model, policy.repetition, tokens, lengths, Calls())
+        of_heads = on_host([of_layer[0, :, sinks:].max(axis=-1) for of_layer in of_layers])
         found.append(np.stack([lm.in_model_order(layer, values) for layer, values in enumerate(of_heads)]))
     scores = np.max(found, axis=0)
     check_finite(lm, scores)

@@ -59,11 +59,6 @@ class PatternArrays(NamedTuple):
     columns: Any
     diagonals: Any
 
-    @classmethod
-    def of(cls, patterns: Sequence[HeadPattern]) -> PatternArrays:
-        kinds, *numbers = map(np.array, zip(*patterns, strict=True))
-        return cls(kinds == "a_shape", kinds == "block_sparse", *(x.astype(np.int32) for x in numbers))
-
 
 @dataclasses.dataclass(frozen=True)
 class MInferencePrefill(BlockSparsePrefill):
@@ -102,8 +97,9 @@ class MInferencePrefill(BlockSparsePrefill):
         count = heads.of_model * group
         given = (DEFAULT,) * count if self.patterns is None else of_layer("patterns", self.patterns, layer, count)
         patterns = [HeadPattern(kind, *(int(self.scale * n) for n in numbers)) for kind, *numbers in given]
-        arrays = (heads.of(x.reshape(-1, group)) for x in PatternArrays.of(patterns))
-        own = PatternArrays(*(jnp.asarray(x)[head] for x in arrays))
+        kinds, *numbers = map(np.array, zip(*patterns, strict=True))
+        arrays = kinds == "a_shape", kinds == "block_sparse", *(x.astype(np.int32) for x in numbers)
+        own = PatternArrays(*(jnp.asarray(heads.of(x.reshape(-1, group)))[head] for x in arrays))
         of_lines = [max(_LEAST_COLUMNS, p.columns) for p in patterns if p.kind != "block_sparse"]
         columns, diagonals = lines(q, k, lengths, own)
         capacity = min(tokens, max(of_lines, default=1))

@@ -123,25 +123,14 @@ def antidiagonal_mass(
         end = min(first + per, tiles)
 
         def of_tile(tile: Array, end: int = end) -> Float32[Array, "B G n"]:
-            return _mass_of_tile(queries[tile], keys[:, : end * in_block], tile, lengths, stride)
+            """Softmax of a tile's groups of queries over groups of keys, added up by blocks."""
+            scores = scaled_scores("bgre,bke->bgrk", queries[tile], keys[:, : end * in_block])
+            row, column = tile * in_block + jnp.arange(in_block)[:, None], jnp.arange(end * in_block)
+            seen = (column <= row) & (stride * column < lengths[:, None, None])  # groups with a token of the prompt
+            shares = jax.nn.softmax(scores / stride**0.5, axis=-1, where=seen[:, None])  # divides by sqrt(stride d)
+            of_blocks = shares.reshape(*shares.shape[:3], end, in_block).sum(axis=-1)
+            return jnp.where((stride * row < lengths[:, None, None])[:, None], of_blocks, 0).sum(axis=2)
 
         sums = jax.lax.map(of_tile, jnp.arange(first, end), batch_size=min(_AT_ONCE, end - first))
         parts.append(jnp.pad(jnp.moveaxis(sums, 0, 2), ((0, 0), (0, 0), (0, 0), (0, tiles - end))))
     return jnp.concatenate(parts, axis=2)
-
-
-def _mass_of_tile(
-    queries: Float[Array, "B G R e"],
-    keys: Float[Array, "B K e"],
-    tile: Int[Array, ""],
-    lengths: Int[Array, " B"],
-    stride: int,
-) -> Float32[Array, "B G n"]:
-    """Softmax of a tile's groups of queries over groups of keys, added up by blocks."""
-    batch, group, rows, _ = queries.shape
-    scores = scaled_scores("bgre,bke->bgrk", queries, keys) / stride**0.5  # which divides by sqrt(stride d)
-    row, column = tile * rows + jnp.arange(rows)[:, None], jnp.arange(keys.shape[1])
-    held = stride * column < lengths[:, None, None]  # groups of keys with a token of the prompt
-    shares = jax.nn.softmax(scores, axis=-1, where=((column <= row) & held)[:, None])
-    alive = (stride * row < lengths[:, None, None])[:, None]
-    return jnp.where(alive, shares.reshape(batch, group, rows, -1, rows).sum(axis=-1), 0).sum(axis=2)

@@ -7,12 +7,14 @@ coincide in all rows, and a layer is one scan over blocks.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.engine.decode import evict_block
@@ -22,6 +24,8 @@ from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.read import Calls, static_layer
 from tca_jax.methods.base import UNBOUNDED, ScoredCache
+from tca_jax.models.names import MODEL
+from tca_jax.models.sharding import DATA
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import cdiv, round_up
 from tca_jax.pallas_kernels.paged_attention import paged_attention
@@ -75,13 +79,14 @@ def feed(
     calls: Calls,
     *,
     keep_hidden: bool = False,
+    watch: Callable[[int, Where, Array, Rows], None] | None = None,  # gets the queries [R, n, Hq, d] of each layer
     backend: Backend = "auto",
 ) -> Fed:
     """Appends tokens to rows, as if decoding had fed them, however they are split into calls."""
     lm, b = lm.for_programs(), lm.method.cache.block_size
     piece = min(tokens.shape[1], b * _piece_blocks(b))
-    bare, options = lm.without_weights(), {"graphdef": lm.layer_graphdef, "backend": backend}
-    last = jnp.zeros((tokens.shape[0], lm.config.hidden_size), lm.dtype)
+    options: dict[str, Any] = {"graphdef": lm.layer_graphdef, "queries": watch is not None, "backend": backend}
+    bare, last = lm.without_weights(), jnp.zeros((tokens.shape[0], lm.config.hidden_size), lm.dtype)
     where, found = Where(starts // b * b, starts, starts + lengths), []
     for place in range(0, tokens.shape[1], piece):
         here = where._replace(first=where.first + place)
@@ -89,7 +94,9 @@ def feed(
         begin = rows.start
         for layer in range(lm.config.num_layers):
             given = lm.layer_params(layer), x, rows, cos, sin, here, jnp.int32(layer)
-            x, rows, begin = calls(_feed_program, bare, *given, **options, layer=static_layer(lm.method, layer))
+            x, rows, begin, q = calls(_feed_program, bare, *given, **options, layer=static_layer(lm.method, layer))
+            if watch is not None:
+                watch(layer, here, q, rows)
         hidden, last, rows = calls(_feed_end_program, lm, x, last, rows, begin, here)
         found += [hidden] * keep_hidden
     return Fed(rows, calls(_logits_program, lm, last), jnp.concatenate(found, axis=1) if found else None)
@@ -113,8 +120,9 @@ def _feed_layer(
     *,
     graphdef: Any,
     backend: Backend,
+    queries: bool,
     layer: int | None,
-) -> tuple[Array, Rows, Array]:
+) -> tuple[Array, Rows, Array, Array | None]:
     """A layer of appended tokens: for each block evicts, writes the new tokens, attends."""
     module, index, policy = nnx.merge(graphdef, weights), number if layer is None else layer, lm.method.cache
     heads, settings, scores = heads_of(lm.head_shards, index, rows.kept.shape[2]), lm.settings_of(index), None
@@ -143,7 +151,7 @@ def _feed_layer(
         out, _ = paged_attention(q, pages, first, newest, window=policy.window, backend=backend)
         return (rows, start), out
 
-    def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Rows, Array]]:
+    def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Rows, Array, Array | None]]:
         count = q.shape[1] // b
         parts = [
             None if y is None else jnp.swapaxes(y.reshape(y.shape[0], count, b, *y.shape[2:]), 0, 1)
@@ -151,10 +159,10 @@ def _feed_layer(
         ]
         firsts = here.first + b * jnp.arange(count)[:, None]
         state, out = jax.lax.scan(one_block, (rows, rows.start), (*parts[:3], firsts, parts[3]))
-        return jnp.swapaxes(out, 0, 1).reshape(q.shape), state
+        return jnp.swapaxes(out, 0, 1).reshape(q.shape), (*state, q if queries else None)
 
-    x, (rows, start), _ = module(x, cos, sin, attention, None)
-    return x, rows, start
+    x, filled, _ = module(x, cos, sin, attention, None)
+    return x, *filled
 
 
 def _feed_end(
@@ -172,8 +180,9 @@ def _logits(lm: LM, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
 
 
 _feed_begin_program = Program(OverMesh(_feed_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS)))
+_FED = (ROWS, CACHES, ROWS, PartitionSpec(DATA, None, MODEL))
 _feed_program = Program(
-    OverMesh(_feed_layer, (LAYER_WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), (ROWS, CACHES, ROWS)), donate=(2, 3)
+    OverMesh(_feed_layer, (LAYER_WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), _FED), donate=(2, 3)
 )
 _feed_end_program = Program(OverMesh(_feed_end, (ROWS, ROWS, CACHES, ROWS, ROWS), (ROWS, ROWS, CACHES)), donate=(3,))
 _logits_program = Program(OverMesh(_logits, (ROWS,), ROWS))

@@ -1,5 +1,7 @@
 """Asking: the protocols are the calls that they stand for, whatever the batches."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 from meshes import mesh_of, needs_8_devices
@@ -10,7 +12,8 @@ from tca_jax.lab.evaluation import samples
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}<assistant>"
 LENGTHS = (30, 28, 29)  # of one bucket: few programs
 TASK = samples.Task("t", "s", 6, lambda drawing: [], lambda sample, text, protocol: 0.5)
-SAMPLES = [samples.Sample(samples.asked_with_lead("x y " * n, f" Q{n}?", " A:"), ("r",)) for n in LENGTHS]
+ASKED = [samples.Prompt("x y " * n, f" Q{n}?") for n in LENGTHS]
+SAMPLES = [samples.Sample(samples.by_protocol(replace(each, lead=" A:"), each), ("r",)) for each in ASKED]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tca_jax.lab.evaluation import recall_tasks, ruler, text_tasks
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing
 from tca_jax.lab.evaluation.sources import Sources, load_words
 from tca_jax.lab.recall.documents import draw_documents
-from tca_jax.lab.recall.protocols import chat_answer, chat_document, chat_question, completion
+from tca_jax.lab.recall.protocols import PREAMBLES, completion
 from tca_jax.loading import open_checkpoint
 
 RULER = {task.name: task for task in ruler.TASKS}
@@ -131,12 +131,12 @@ def test_recall_prompts_match_the_card(encoder):
     for sample, document in zip(samples, draw_documents((0, 2), 2, 4096, "digits"), strict=True):
         question = document.questions[0]
         assert sample.prompts["prefix"].encode(encoder) == encoded(completion(document.text, question))
-        chat = chat_document(document.text) + chat_question(question)
+        chat = f"<|user|>{document.text}\n\n{question.text}<|eos|><|assistant|>"
         assert sample.prompts["preamble"].encode(encoder) == encoded(chat)
         read, asked = sample.prompts["late"].encode_apart(encoder)
-        assert read == encoded(chat_document(document.text))
+        assert read == encoded(f"<|user|>{document.text}")
         assert read + asked == encoded(chat)
-        assert DIGITS.score(sample, chat_answer(question), "late") == 1
+        assert DIGITS.score(sample, f"{PREAMBLES[0]} {question.sentence}", "late") == 1
         assert DIGITS.score(sample, f"{question.answer}.", "late-prefix") == 1
 
 

@@ -9,7 +9,7 @@ from tca_jax.lab.recall import PROTOCOLS, TASKS, build_document, draw_question
 from tca_jax.lab.recall.corpus import HELD_OUT_MODULES, corpus, source_files
 from tca_jax.lab.recall.documents import draw_documents
 from tca_jax.lab.recall.facts import Fact, draw_keys
-from tca_jax.lab.recall.protocols import PREAMBLES, chat_answer, chat_document, chat_question, completion, is_correct
+from tca_jax.lab.recall.protocols import PREAMBLES, completion, is_correct
 from tca_jax.lab.recall.tasks import ANSWER_TOKENS, Question
 from tca_jax.loading import checkpoint_folder
 
@@ -46,8 +46,9 @@ def test_questions_keep_their_text(task):
     for seed in range(30):
         rng = np.random.default_rng(seed)
         question = draw_question(rng, task, draw_keys(rng))
-        assert is_correct(question, chat_answer(question), "late")
-        assert len(chat_answer(question)) < ANSWER_TOKENS
+        answer = f"{PREAMBLES[0]} {question.sentence}"
+        assert is_correct(question, answer, "late")
+        assert len(answer) < ANSWER_TOKENS
         lines = (*(fact.line for fact in question.facts), question.text, question.lead, question.answer)
         found.update("\0".join(lines).encode())
     assert found.hexdigest()[:12] == DIGESTS[task]
@@ -103,7 +104,7 @@ def test_chats_match_the_shipped_template():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder("recall-tiny"))
-    document, question = chat_document("Some text."), chat_question(QUESTION)
+    document, question = "<|user|>Some text.", f"\n\n{QUESTION.text}<|eos|><|assistant|>"
     messages = [{"role": "user", "content": f"Some text.\n\n{QUESTION.text}"}]
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert tokenizer.bos_token + document + question == rendered
