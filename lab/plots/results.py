@@ -28,7 +28,8 @@ def latency_bars(records: Mapping[str, Row], *, new_tokens: int = 256) -> dict[s
     """Stages in seconds, as `plot_latency` takes them, of the longest prompts in each record.
 
     Args:
-        records: By file, results of `tca-jax bench end-to-end` (models) or `tca-jax generate --json` (calls), and of
+        records: By file, results of `tca-jax bench end-to-end` (models) or `tca-jax generate --json` (calls,
+            also `{"stats": dataclasses.asdict(out.stats)}`), and of
             `tca-jax bench attention` (one layer): if a layer of each model was timed, models are drawn in parts.
         new_tokens: Tokens that are decoded after a benchmark's prompt.
 

@@ -84,7 +84,7 @@ def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "lay
         bool `[layers, H_kv, L]`.
 
     Raises:
-        ValueError: the prompt is longer than the model's context, or not allowed.
+        ValueError: the prompt is longer than the model's context, or not allowed; or the model is on a mesh.
     """
     ids, policy = encode_prompt(lm, prompt), lm.method.cache
     most = lm.config.max_context
