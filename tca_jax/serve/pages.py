@@ -123,7 +123,7 @@ class PagePool:
         """A table of the host, or free pages, on the devices."""
         mesh = self._lm.mesh
         put = jnp.asarray if mesh is None else functools.partial(place, CACHES, mesh=mesh)
-        return jax.tree.map(put, table)
+        return jax.tree.map(lambda x: put(np.array(x)), table)  # copies, which programs may overwrite
 
     def fitted(self, table: Rows, widths: Widths) -> Rows:
         """A table of the host in other widths; columns that it loses name no page."""
