@@ -35,8 +35,8 @@ from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import encode_verbatim
 from tca_jax.errors import require
 from tca_jax.lab.benchmarks.common import Compilations, peak_memory
+from tca_jax.lab.by_layers import Answers, MaskedRead, ask, question_scores
 from tca_jax.lab.evaluation import late_facts, reading_loss, real_models, sticks
-from tca_jax.lab.evaluation.by_layers import Answers, MaskedRead, ask, question_scores
 from tca_jax.lab.evaluation.late_documents import LateDocument, calibration_text, late_document, repeating_document
 from tca_jax.lab.evaluation.ruler import TASKS as RULER
 from tca_jax.lab.evaluation.samples import Drawing

@@ -17,9 +17,9 @@ import typer
 
 import tca_jax
 from tca_jax.engine.lm import LM
+from tca_jax.lab.by_layers import Answers, ask, read_by, read_full
 from tca_jax.lab.equal_bytes import held_share
 from tca_jax.lab.evaluation import sticks
-from tca_jax.lab.evaluation.by_layers import Answers, ask, read_by, read_full
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document
 from tca_jax.lab.evaluation.method_specs import parse_labels
 from tca_jax.lab.evaluation.sticks import Named, Record

@@ -15,8 +15,8 @@ import typer
 
 import tca_jax
 from tca_jax.engine.lm import LM
+from tca_jax.lab.by_layers import read_losses
 from tca_jax.lab.evaluation import sticks
-from tca_jax.lab.evaluation.by_layers import read_losses
 from tca_jax.lab.evaluation.late_documents import RepeatingDocument, repeating_document
 from tca_jax.lab.evaluation.method_specs import parse_labels
 from tca_jax.lab.evaluation.sticks import Record

@@ -73,8 +73,8 @@ def _task(
 
 def _sample(parts: Sequence[str], answers: Sequence[str], **fields: object) -> Sample:
     """A sample from templates of document, question and lead."""
-    *asked, lead = (part.format(**fields) for part in parts)
-    return Sample(by_protocol(Prompt(*asked, lead), Prompt(*asked)), tuple(answers))
+    document, question, lead = (part.format(**fields) for part in parts)
+    return Sample(by_protocol(Prompt(document, question, lead), Prompt(document, question)), tuple(answers))
 
 
 def largest(fits: Callable[[int], bool], least: int) -> int | None:

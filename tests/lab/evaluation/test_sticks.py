@@ -13,9 +13,9 @@ from word_pieces import write_with_bytes
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.errors import UserError
+from tca_jax.lab.by_layers import Answers
 from tca_jax.lab.equal_bytes import held_share
 from tca_jax.lab.evaluation import late_documents, late_facts, reading_loss, sticks, texts
-from tca_jax.lab.evaluation.by_layers import Answers
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document, repeating_document
 from tca_jax.lab.recall.facts import NOUNS
 

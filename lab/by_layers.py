@@ -87,7 +87,7 @@ def masks_of(lm: LM, ids: Sequence[int]) -> list[Bool[Array, "1 Hkv L"]]:
 def _masks(lm: LM, ids: Sequence[int], layers: Iterable[Any], repetitions: dict[Repetition, Array]) -> list[Array]:
     method, (tokens, lengths) = lm.method, map(jnp.asarray, pad_tokens([list(ids)]))
     if method.cache.reader is None:
-        return [_mask(method, number, *layer[:3], lengths) for number, layer in enumerate(layers)]
+        return [_mask(method, number, q, k, v, lengths) for number, (q, k, v, *_) in enumerate(layers)]
     policy: Any = method.cache  # a KVzipCache
     if policy.repetition not in repetitions:
         repetitions[policy.repetition] = jnp.stack(repeat(lm, policy.repetition, tokens, lengths, Calls())[1])

@@ -7,7 +7,7 @@ from tiny import random_prompt, tiny_lm
 import tca_jax
 from tca_jax.engine.score import score_answers
 from tca_jax.errors import UserError
-from tca_jax.lab.evaluation.by_layers import ask, read_by, read_full, read_losses
+from tca_jax.lab.by_layers import ask, read_by, read_full, read_losses
 
 SIZES = {"window": 32, "block_size": 16}
 DOCUMENT = random_prompt(0, 227)  # 14 blocks and 3 tokens, of which 12 blocks are ranked
