@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import commands
+import jax
 import pytest
 from profiles import make_worth_profile
 from tiny import TCA, write_checkpoint
@@ -136,12 +137,10 @@ def test_a_chat_outlives_a_long_question(lm):
 
 
 def test_a_stream_compiles_before_its_first_piece(lm, monkeypatch):
-    compiled = []
     stream = tca_jax.stream(lm, "a new length " * 9, max_new_tokens=40, stop_token_ids=())
     next(stream)
-    monkeypatch.setattr("tca_jax.engine.request._decode.prepare", lambda *args, **options: compiled.append(args))
+    monkeypatch.setattr(jax, "jit", None)
     assert list(stream)
-    assert not compiled
 
 
 # --- options ----------------------------------------------------------------------------------------

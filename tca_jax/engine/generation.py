@@ -238,7 +238,7 @@ def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
     """New text, whenever there is some: a string of the only row, or a list with one of each."""
     state, sent, stride = request.start(), [0] * request.rows, 1
     if not request.is_finished(state):
-        request.prepare_step(state)  # before the first piece: a reader waits once
+        request.prepare_steps(state)  # before the first piece: a reader waits once
     while True:
         finished = request.is_finished(state)
         pieces = []

@@ -374,15 +374,22 @@ class Request:
         self.decode_seconds += time.perf_counter() - start - (self.compile_seconds - compiled)
         return self._end_at_stop_strings(state)
 
-    def _leaves(self, state: DecodingState, limit: int) -> bool:
-        """Whether a block leaves the window of a row that goes on."""
+    def _leaves(self, state: DecodingState, limit: int, more: int = 0) -> bool:
+        """Whether a block leaves the window of a row that goes on, now or within so many `more` tokens."""
         if self.lm.method.cache.window >= UNBOUNDED:
             return False
         rows = state.cache
         done, step, lengths, start = on_host((state.done, state.step, state.lengths, rows.start))
         start = start if start.ndim == 1 else start[:, 0].reshape(-1)  # devices on "model" agree
-        full = lengths + step - 1 - start >= rows.window_pages * rows.page_size
+        full = lengths + step - 1 + more - start >= rows.window_pages * rows.page_size
         return bool((~done & (step < limit) & full).any())
+
+    def prepare_steps(self, state: DecodingState) -> None:
+        """Compiles all that the answers may need, so that none of their pieces waits for it."""
+        self.prepare_step(state)
+        if self._leaves(state, self.max_new_tokens, self.max_new_tokens - self.steps(state)):
+            args = (self._program_lm, state, jnp.int32(self.max_new_tokens), self.sampling)
+            self.compile_seconds += leave_program.prepare(*args, backend=self.backend)[1]
 
     def prepare_step(self, state: DecodingState) -> Callable[..., DecodingState]:
         """The program of decoding steps, compiled at the first call."""

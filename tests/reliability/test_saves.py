@@ -21,7 +21,7 @@ def contexts():
 
 def same(one, other) -> bool:
     return one.token_ids() == other.token_ids() and all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one.cache), jax.tree.leaves(other.cache), strict=True)
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one.rows), jax.tree.leaves(other.rows), strict=True)
     )
 
 
