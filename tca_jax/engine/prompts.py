@@ -172,11 +172,6 @@ def require_positions(
     require(needed <= most, f"{has}, and {lm.name} has {most} positions")
 
 
-def decode_tokens(lm: Encoder, tokens: Sequence[int]) -> str:
-    """Text of token ids, without special tokens."""
-    return _tokenizer(lm, "text").decode(list(tokens), skip_special_tokens=True)
-
-
 def decode_continuation(lm: Encoder, tokens: Sequence[int], *, special: bool = False) -> str:
     """Text of tokens that follow others; `special` ones are included or left out.
 
