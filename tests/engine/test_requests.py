@@ -190,7 +190,7 @@ def test_pieces_never_repeat(lm, parts, stop, monkeypatch):
         lm=lm,
         decode_seconds=0,
         start=lambda: 1,
-        prepare_step=lambda step: None,
+        prepare_steps=lambda state: None,
         advance=lambda step, steps: step + 1,
         is_finished=lambda step: step == len(parts),
         steps=lambda step: step,
