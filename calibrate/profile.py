@@ -180,8 +180,8 @@ def _damage_explained(folder: Any) -> AbstractContextManager[None]:
 
 def _is_of_paper(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
     """Whether Algorithm 1 made a profile of format 3 or 4: one row a head, all heads read "sparse" (code 0)."""
-    alike = np.array_equal(arrays["candidates"], arrays["prefill_candidates"])
-    return config["criterion"] != "worth" and not arrays["readings"].any() and alike
+    equal = np.array_equal(arrays["candidates"], arrays["prefill_candidates"])
+    return config["criterion"] != "worth" and not arrays["readings"].any() and equal
 
 
 def options_of(profile: Profile | WorthProfile) -> dict[str, Any]:

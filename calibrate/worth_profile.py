@@ -108,8 +108,8 @@ class WorthProfile:
     def settings(self) -> WorthSettings:
         """Arrays of the method."""
         layers = self.maps.maps.shape[0]
-        found = (self.maps.threshold(self.selected), MASS, True)
-        reading = ReadSettings(*(jnp.full(layers, x, bool if x is True else jnp.float32) for x in found))
+        theta = jnp.full(layers, self.maps.threshold(self.selected), jnp.float32)
+        reading = ReadSettings(theta, jnp.full(layers, MASS, jnp.float32), jnp.ones(layers, bool))
         shares = _shares_at(self.maps.shares, self.kept).mean(axis=1)
         left = shares / np.cumsum(shares[::-1])[::-1]
         return WorthSettings(
@@ -286,12 +286,11 @@ def _measure(
             row[name] = float(np.mean(both)) if both else float("nan")
         following = float(np.mean([loss for each in found for loss in each[FOLLOW]]))
         kept_table.append(row | {"following": following / base - 1})
-    full = [tell(_losses(lm.with_profile(None), each)) for each in probed]
+    _, plain_full, copy_full, fact_full = _means([tell(_losses(lm.with_profile(None), each)) for each in probed])
     reading_table = []
     for share in _SELECTED:
         under = lm.with_profile(profile.with_kept(1.0, share))
         attended, plain, copy, fact = _means([tell(_losses(under, each)) for each in probed])
-        _, plain_full, copy_full, fact_full = _means(full)
         row = {"selected": share, "attended": attended, "plain": plain / plain_full - 1}
         reading_table.append(row | {"copy": copy - copy_full, "fact": fact - fact_full})
     return tuple(kept_table), tuple(reading_table)

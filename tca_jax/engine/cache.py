@@ -93,6 +93,11 @@ class CacheLayout:
         return cls(b, policy.window, batch, pages, max(1, cdiv(b - 1 + fed_tokens, b)), prompt_tokens)
 
     @property
+    def most_tokens(self) -> int:
+        """Most tokens of a row, of the prompt and behind it."""
+        return self.prompt_tokens + self.window_columns * self.block_size
+
+    @property
     def num_layers(self) -> int:
         """Layers of the model."""
         return len(self.kept_pages)

@@ -392,7 +392,7 @@ class Rows(PerDevice):
         return dataclasses.replace(self, **changed, free=free, scored=scored)
 
     def with_columns(self, columns: int, window_pages: int, mean_pages: int) -> Rows:
-        """The same rows under tables of at least so many entries."""
+        """The same rows under tables of at least these numbers of entries."""
         more = max(0, columns - self.columns), max(0, window_pages - self.window_pages)
 
         def wider(x: Array, count: int, fill: float) -> Array:
@@ -479,7 +479,7 @@ class Rows(PerDevice):
         return self._named()[:-1].sum(dtype=jnp.int32).reshape(1, 1)
 
     def compacted(self, pages: int) -> Rows:
-        """The same rows in a pool of `pages`: those that tables name, of which there are at most so many."""
+        """The same rows in a pool of `pages`: those that tables name, at most `pages` of them."""
         named = self._named()
         source = jnp.flatnonzero(named[:-1], size=pages, fill_value=0)
         number = jnp.where(named, jnp.cumsum(named) - 1, pages).at[-1].set(pages).astype(jnp.int32)

@@ -1,6 +1,6 @@
 """Prompts are read a layer at a time: logits after them, the rows they leave, and the source of values not finite.
 
-Reading is a loop of the host over layers, which share a program where the method treats them alike; inside a caller's
+Reading is a loop of the host over layers, which share a program where the method treats them equally; inside a caller's
 jit the same functions are traced (DESIGN section 5).
 """
 
@@ -45,7 +45,7 @@ from tca_jax.methods.base import (
 )
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.pairs import causal_pairs
-from tca_jax.methods.regions import Regions
+from tca_jax.methods.regions import Regions, Selection
 from tca_jax.models.names import MODEL, parameters
 from tca_jax.models.sharding import DATA
 from tca_jax.pallas_kernels.backends import Backend
@@ -57,9 +57,8 @@ from tca_jax.programs import Program
 
 def empty_rows(lm: LM, layout: CacheLayout, more_pages: int = 0) -> Rows:
     """Rows for what a layout plans; on a mesh, those of a device."""
-    policy, b = lm.method.cache, layout.block_size
-    scored = isinstance(policy, ScoredCache)
-    means = mean_columns(policy, layout.prompt_tokens + layout.window_columns * b)
+    policy = lm.method.cache
+    means = mean_columns(policy, layout.most_tokens) if isinstance(policy, ScoredCache) else None
     return Rows.create(
         layout.num_layers,
         layout.batch,
@@ -67,21 +66,21 @@ def empty_rows(lm: LM, layout: CacheLayout, more_pages: int = 0) -> Rows:
         pages=num_pages(lm, layout) + more_pages,
         columns=max(layout.kept_columns),
         window_pages=layout.num_window_pages,
-        mean_pages=means if scored else None,
-        page_size=b,
+        mean_pages=means,
+        page_size=layout.block_size,
         head_dim=lm.config.head_dim,
         dtype=lm.cache_dtype,
     )
 
 
 def mean_columns(policy: CachePolicy, tokens: int) -> int:
-    """Pages of a head's means of so many tokens."""
+    """Pages of a head's means, of `tokens` tokens."""
     return cdiv(tokens, policy.block_size**2) if isinstance(policy, ScoredCache) and policy.means else 0
 
 
 def num_pages(lm: LM, layout: CacheLayout) -> int:
     """Pages of rows that a layout plans; on a mesh, of a device."""
-    means = mean_columns(lm.method.cache, layout.prompt_tokens + layout.window_columns * layout.block_size)
+    means = mean_columns(lm.method.cache, layout.most_tokens)
     return layout.num_pages + layout.batch * layout.num_layers * layout.num_kv_heads * means
 
 
@@ -112,8 +111,8 @@ def pages_of_forks(lm: LM, rows: int, prompt_tokens: int, fed_tokens: int) -> in
     """Pages that rows need beside those of the rows that they continue; on a mesh, of a device."""
     layout, policy = lm.following_layout(rows, prompt_tokens, fed_tokens), lm.method.cache
     begun = int(max(lm.cache_layout(1, prompt_tokens, fed_tokens).kept_columns) > 0)  # of kept tokens
-    if isinstance(policy, ScoredCache) and policy.means:
-        begun += 1 + mean_columns(policy, fed_tokens + policy.block_size)
+    if means := mean_columns(policy, fed_tokens + policy.block_size):
+        begun += 1 + means
     return layout.num_pages + rows * layout.num_layers * layout.num_kv_heads * begun
 
 
@@ -306,7 +305,7 @@ def _attend_scored(
             stays, raised = _highest(stays, scores, room)
         with jax.named_scope("select"):
             regions = Regions.plan(batch, [length] * heads, b)
-            kept = regions.fill(policy.selection(stays), k, v, block_size=b, backend=backend).pool
+            kept = regions.fill(Selection.of_tokens(stays, b), k, v, block_size=b, backend=backend).pool
         means = policy.block_means(k, v, scores, ~stays) if policy.means else None  # of whole blocks
         written = _Written(kept, means, raised)
     if isinstance(method.prefill, ScoredPrefill):
@@ -383,14 +382,13 @@ def fork(
     fed_tokens: int,  # most tokens that follow; static
     calls: Calls,
     *,
-    private: bool,  # whether the pool has room for it, and nobody needs `rows` any more
+    private: bool,  # whether the pool has room for it, and `rows` is not used afterwards
 ) -> Rows:
     """Rows that continue others, side by side; they share what they do not write to."""
     of_device = rows_of_device(lm, len(most), "rows")
     layout = lm.cache_layout(of_device, prompt_tokens, fed_tokens)
     pages = 0 if private else pages_of_forks(lm, of_device, prompt_tokens, fed_tokens)
-    means = mean_columns(lm.method.cache, prompt_tokens + layout.window_columns * layout.block_size)
-    sizes = pages, max(layout.kept_columns), layout.num_window_pages, means
+    sizes = pages, max(layout.kept_columns), layout.num_window_pages, mean_columns(lm.method.cache, layout.most_tokens)
     source = jnp.tile(jnp.repeat(jnp.arange(of_device // times), times), len(most) // of_device)
     program = _fork_in_place_program if private else _fork_program
     no_pool: dict[str, Any] = {"k": None, "v": None}

@@ -375,7 +375,7 @@ class Request:
         return self._end_at_stop_strings(state)
 
     def _leaves(self, state: DecodingState, limit: int, more: int = 0) -> bool:
-        """Whether a block leaves the window of a row that goes on, now or within so many `more` tokens."""
+        """Whether a block leaves the window of a row that goes on, now or within `more` tokens."""
         if self.lm.method.cache.window >= UNBOUNDED:
             return False
         rows = state.cache

@@ -113,7 +113,7 @@ def _table_of_layers(layout: Mapping[str, Any], arrays: Mapping[str, Any], pages
     columns = [max(max(of_device) for of_device in of_layer) for of_layer in layout["kept_pages"]]
     start, lengths = arrays["start"], arrays["lengths"].astype(np.int32)
     mesh = start.ndim > 1
-    if mesh:  # its rows are those of devices on "data", alike on "model"
+    if mesh:  # its rows are those of devices on "data", the same on "model"
         lengths = np.broadcast_to(lengths.reshape(start.shape[0], 1, -1), start.shape)
     most, count = max(columns), min(layout["window"] // b + 1, layout["window_columns"])
     # A block that had left the window, and whose tokens were kept, could still be in it.

@@ -360,13 +360,6 @@ class ScoredCache(CachePolicy):
     ) -> BlockMeans:
         """Means of the members of each block."""
 
-    def selection(self, stays: Bool[Array, "B H L"]) -> Selection:
-        """Chosen tokens of whole blocks as a selection."""
-        b = self.block_size
-        whole = stays[..., : stays.shape[-1] // b * b]
-        budgets = whole.reshape(*whole.shape[:-1], -1, b).sum(axis=-1, dtype=jnp.int32)
-        return Selection(stays.astype(jnp.float32), budgets)
-
     def select(
         self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:

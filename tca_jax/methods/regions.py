@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend
@@ -29,6 +29,13 @@ class Selection(NamedTuple):
 
     scores: Float32[Array, "B Hkv L"]
     budgets: Int[Array, "B Hkv nb"]
+
+    @classmethod
+    def of_tokens(cls, chosen: Bool[Array, "B Hkv L"], block_size: int) -> Selection:
+        """The chosen tokens of whole blocks."""
+        whole = chosen[..., : chosen.shape[-1] // block_size * block_size]
+        budgets = whole.reshape(*whole.shape[:-1], -1, block_size).sum(axis=-1, dtype=jnp.int32)
+        return cls(chosen.astype(jnp.float32), budgets)
 
     @classmethod
     def of_block(cls, attention: Float32[Array, "B Hkv G b"], budget: int) -> Selection:

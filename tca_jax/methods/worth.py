@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.methods.base import Attended, BlockMeans, Heads, Method, ScoredCache, ScoredPrefill, num_ranked_blocks
 from tca_jax.methods.pairs import causal_pairs
-from tca_jax.methods.regions import Regions, Selected
-from tca_jax.methods.regions import Selection as RankedTokens
+from tca_jax.methods.regions import Regions, Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
 from tca_jax.pallas_kernels.causal_attention import causal_attention
@@ -92,12 +91,7 @@ class WorthPrefill(ScoredPrefill):
     ) -> Attended:
         if not num_ranked_blocks(k.shape[1], BLOCK, WINDOW):
             return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
-        sizes: dict[str, Any] = {
-            "block_size": BLOCK,
-            "window": WINDOW,
-            "stride": _STRIDE,
-            "capacity": k.shape[1] * k.shape[2],
-        }
+        sizes: dict[str, Any] = {"block_size": BLOCK, "window": WINDOW, "stride": _STRIDE}
         return Attended(*attend_by_worth(q, k, v, scores, lengths, settings.read, **sizes, backend=backend))
 
 
@@ -117,7 +111,6 @@ def attend_by_worth(
     block_size: int,
     window: int,
     stride: int,
-    capacity: int,  # selected tokens of all heads of a row
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "B L Hq d"], Float32[Array, " B"]]:
     """Attention, and the mean over heads of the pairs of a query and a key or mean that were attended to."""
@@ -125,7 +118,8 @@ def attend_by_worth(
     place, block = jnp.arange(length), jnp.arange(blocks)
     there = (place < lengths[:, None])[:, None]
     selected = ((worth >= settings.theta) | (place < FIRST)) & there
-    kept = _compact(selected, k, v, block_size, capacity, backend)
+    regions = Regions.plan(k.shape[0], [length] * k.shape[2], block_size)
+    kept = regions.fill(Selection.of_tokens(selected, block_size), k, v, block_size=block_size, backend=backend)
 
     before = block < jnp.maximum(block[:, None] - window // block_size, 0)  # [tile, block]
     mass = block_mass(q, k, lengths, block_size=block_size, stride=stride, largest=True, backend=backend)
@@ -147,18 +141,6 @@ def attend_by_worth(
     sizes: dict[str, Any] = {"block_size": block_size, "window": window, "backend": backend}
     out = prefill_attention(q, k, v, kept.pool, kept.budgets, lengths, far=far, **sizes)
     return out, _pairs(far, kept.budgets, lengths, block_size, window)
-
-
-def _compact(
-    selected: Bool[Array, "B Hkv L"], k: Array, v: Array, block_size: int, capacity: int, backend: Backend
-) -> Selected:
-    batch, kv_heads, length = selected.shape
-    whole = length // block_size
-    budgets = selected[..., : whole * block_size].reshape(batch, kv_heads, whole, block_size).sum(-1, dtype=jnp.int32)
-    regions = Regions.plan(batch, [length] * kv_heads, block_size, shared=capacity)
-    return regions.fill(
-        RankedTokens(selected.astype(jnp.float32), budgets), k, v, block_size=block_size, backend=backend
-    )
 
 
 def block_means(

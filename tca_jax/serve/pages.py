@@ -33,7 +33,7 @@ class Widths(NamedTuple):
 
     @classmethod
     def of_row(cls, lm: LM, kept: int, tokens: int) -> Widths:
-        """Those of a row of so many pages of kept tokens and of so many tokens."""
+        """Those of a row of `kept` pages of kept tokens and of `tokens` tokens."""
         policy, bounded = lm.method.cache, lm.method.cache.window < UNBOUNDED
         window = policy.window // policy.block_size + 1 if bounded else cdiv(tokens, policy.block_size)
         return cls(kept, window, mean_columns(policy, tokens))
@@ -41,8 +41,8 @@ class Widths(NamedTuple):
     @classmethod
     def of_layout(cls, lm: LM, layout: CacheLayout) -> Widths:
         """Those of rows that a layout plans."""
-        tokens = layout.prompt_tokens + layout.window_columns * layout.block_size
-        return cls(max(layout.kept_columns), layout.num_window_pages, mean_columns(lm.method.cache, tokens))
+        means = mean_columns(lm.method.cache, layout.most_tokens)
+        return cls(max(layout.kept_columns), layout.num_window_pages, means)
 
 
 class PagePool:

@@ -10,7 +10,7 @@ from tca_jax.methods.worth import ReadSettings, attend_by_worth
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 LENGTHS, TOKENS, BLOCK = [1024, 640], 1024, 128
-OPTIONS = {"block_size": BLOCK, "window": 256, "stride": 16, "capacity": 2 * TOKENS}
+OPTIONS = {"block_size": BLOCK, "window": 256, "stride": 16}
 
 
 def drawn():
