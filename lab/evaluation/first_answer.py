@@ -89,7 +89,7 @@ def answer(
                 continue
             common = {"stick": STICK, "tokens": length, "method": name, "share": None, "seed": 0, "second": second}
             _add(out, common | json.loads(done.stdout.strip().splitlines()[-1]))
-    print(table(sticks.read_records([out], STICK)))
+    print(table(sticks.read_records(out, STICK)))
 
 
 def _add(out: Path, record: Record) -> None:
@@ -135,7 +135,7 @@ def calibrate(
             "profile_bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         }
         _add(out, record | figures | {"texts": count, "device": jax.devices()[0].device_kind})
-    print(calibration_table(sticks.read_records([out], CALIBRATION)))
+    print(calibration_table(sticks.read_records(out, CALIBRATION)))
 
 
 def _options(setting: str, window: int, count: int, tokens: int) -> dict[str, Any]:

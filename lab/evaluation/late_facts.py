@@ -23,6 +23,7 @@ from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document
 from tca_jax.lab.evaluation.method_specs import parse_labels
 from tca_jax.lab.evaluation.sticks import Named, Record
+from tca_jax.methods.base import ScoredCache
 
 STICK = "late_facts"
 METHODS = "full,streaming,snapkv,kvzip,adakv-expected-attention,keydiff"  # duoattention: with a profile
@@ -37,7 +38,9 @@ def measure(lm: LM, methods: Sequence[Named], document: LateDocument) -> list[Re
     for method in methods:
         read = read_by(method.lm, full)
         found = compared(ask(method.lm, read, document.rows), reference, document)
-        records.append(method.record(kept=read.kept_share, attended=read.attended_share, **found))
+        scored = isinstance(method.lm.method.cache, ScoredCache)  # its pages have room for prompts that keep more
+        share = read.kv_share if scored else held_share(method.lm, len(document.ids))
+        records.append(method.record(kv_share=share, kept=read.kept_share, attended=read.attended_share, **found))
     return records
 
 
@@ -110,11 +113,9 @@ def main(
     until, lm = time.monotonic() + seconds, tca_jax.load(model)
     wanted = [float(share) for share in shares.split(",")]
     named = list(sticks.named_methods(lm, parse_labels(methods), wanted, sticks.parse_profiles(profile), tokens))
-    of_bytes = [held_share(each.lm, tokens) for each in named]
 
     def records(seed: int) -> list[Record]:
-        found = measure(lm, named, late_document(lm, seed, tokens, folder=texts))
-        return [record | {"kv_share": share} for record, share in zip(found, of_bytes, strict=True)]
+        return measure(lm, named, late_document(lm, seed, tokens, folder=texts))
 
     sticks.run(STICK, lm, out, tokens, range(first, first + documents), records, table, until=until)
 

@@ -66,10 +66,8 @@ def named_methods(
             else:
                 yield Named(label, share, built.lm)
     for name, profile in read.items():
-        if isinstance(profile, WorthProfile):
-            print(f"{name} is left out: python -m tca_jax.lab.worth measures predicted worth by masks", flush=True)
-            continue
-        yield Named(f"tca, {name}", None, lm.with_profile(profile))
+        rule = "worth" if isinstance(profile, WorthProfile) else "tca"
+        yield Named(f"{rule}, {name}", None, lm.with_profile(profile))
 
 
 def parse_profiles(given: Sequence[str] | None) -> dict[str, Path]:
@@ -103,7 +101,7 @@ def run(
         for record in measure(seed):
             append(out, common | record)
         print(f"document {seed} is done", flush=True)
-    print(table(read_records([out], stick)))
+    print(table(read_records(out, stick)))
 
 
 def append(path: Path, record: Record) -> None:
@@ -113,9 +111,9 @@ def append(path: Path, record: Record) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def read_records(paths: Iterable[Path], stick: str) -> list[Record]:
+def read_records(path: Path, stick: str) -> list[Record]:
     """Records of one stick, as `records_by_stick` reads them."""
-    return records_by_stick(paths).get(stick, [])
+    return records_by_stick([path]).get(stick, [])
 
 
 def records_by_stick(paths: Iterable[Path]) -> dict[str, list[Record]]:

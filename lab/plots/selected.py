@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool
 from matplotlib import colormaps, font_manager
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
@@ -25,12 +23,11 @@ from matplotlib.transforms import Affine2D
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens, token_text
+from tca_jax.engine.prompts import Prompt, encode_prompt, token_text
 from tca_jax.errors import require
 from tca_jax.lab.by_layers import masks_of
 from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR
-from tca_jax.methods.base import Heads, ScoredCache, ScoredPrefill
 
 _COLUMNS = 110  # characters of a line
 _LINES = 24
@@ -92,33 +89,7 @@ def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "lay
     require(lm.mesh is None, f"{lm.name} is on a mesh: load it on one device to draw kept tokens")
     if not policy.num_ranked_blocks(len(ids)):
         return np.ones((lm.config.num_layers, lm.config.num_kv_heads, len(ids)), bool)
-    if isinstance(policy, ScoredCache):
-        found = _staying(lm.for_programs(), *map(jnp.asarray, pad_tokens([ids])))
-    else:
-        found = jnp.concatenate(masks_of(lm, ids))
-    return on_host(found)[..., : len(ids)]
-
-
-@jax.jit
-def _staying(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
-    """The window, and the tokens whose scores let them stay, whatever room there is."""
-    policy, prefill, found = lm.method.cache, lm.method.prefill, []
-    assert isinstance(policy, ScoredCache)
-    positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    x, angles = lm.decoder.embed(tokens), lm.decoder.angles(positions)
-    for layer, module in enumerate(lm.decoder.layers):
-        settings = lm.settings_of(layer)
-        scores = policy.score(settings, module.attention_norm(x), positions)
-
-        def attention(q: Array, k: Array, v: Array, state: None, s: Any = settings, y: Array = scores) -> Any:
-            if isinstance(prefill, ScoredPrefill):
-                return prefill.attend_scored(s, q, k, v, y, lengths, "auto").out, None
-            return prefill.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto").out, None
-
-        x = module(x, *angles, attention, None)[0]
-        window = positions[0] >= policy.num_ranked_blocks(lengths) * policy.block_size
-        found.append(policy.stays(settings, scores)[0] | window)
-    return jnp.stack(found)
+    return on_host(jnp.concatenate(masks_of(lm, ids)))[..., : len(ids)]
 
 
 def draw(

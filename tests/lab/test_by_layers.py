@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from profiles import make_worth_profile
 from tiny import random_prompt, tiny_lm
 
 import tca_jax
@@ -77,6 +78,23 @@ def test_read_losses_are_those_of_score(model, name, options):
     np.testing.assert_allclose(-losses, expected.logprobs[0], atol=1e-4)
     assert attended == pytest.approx(expected.attended_share[0], rel=1e-5)
     assert (attended < 0.9) == (name == "tca")
+
+
+def test_predicted_worth_answers_as_the_engines(model):
+    lm, ids = model.with_profile(make_worth_profile().with_kept(0.7)), random_prompt(9, 900)
+    read, context = read_by(lm, read_full(lm, ids)), tca_jax.prefill(lm, ids)
+    (question, answer) = SHORT[0]
+    found = ask(lm, read, rows_of(SHORT[:1]))
+    expected = score_answers(lm, [question], [[answer]], context=context)
+    part = slice(len(question) - 1, len(question) + len(answer) - 1)
+    np.testing.assert_allclose(-found.losses[0, part], expected.logprobs[0][0], atol=1e-4)
+    assert read.attended_share == pytest.approx(context.stats.attended_share, rel=1e-5)
+    assert read.kept_share == pytest.approx(context.stats.kept_share, abs=1e-6)
+    assert read.kept_share < read.kv_share < 1
+    losses, attended = read_losses(lm, ids)
+    scored = tca_jax.score(lm, ids)
+    np.testing.assert_allclose(-losses, scored.logprobs[0], atol=1e-4)
+    assert attended == pytest.approx(scored.attended_share[0], rel=1e-5)
 
 
 def test_methods_without_masks_are_refused(model, full):

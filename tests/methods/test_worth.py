@@ -1,55 +1,85 @@
-"""Attention by predicted worth against dense attention under masks (`lab.sparse_reading`), part by part."""
+"""Attention by predicted worth against loops over queries, part by part."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.lab.sparse_reading import _attend
-from tca_jax.methods.worth import ReadSettings, attend_by_worth
+from tca_jax.methods.worth import ReadSettings, attend_by_worth, block_means
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
-LENGTHS, TOKENS, BLOCK = [1024, 640], 1024, 128
-OPTIONS = {"block_size": BLOCK, "window": 256, "stride": 16}
+LENGTHS, TOKENS, BLOCK, WINDOW = [640, 503], 640, 128, 256
+HEADS, GROUP, SIZE = 2, 2, 16
 
 
 def drawn():
     keys = jax.random.split(jax.random.key(0), 4)
-    q = 3 * jax.random.normal(keys[0], (2, TOKENS, 6, 16))
-    k, v = (jax.random.normal(key, (2, TOKENS, 2, 16)) for key in keys[1:3])
-    return q, k, v, jax.random.normal(keys[3], (2, 2, TOKENS)), jnp.asarray(LENGTHS)
+    q = 3 * jax.random.normal(keys[0], (2, TOKENS, HEADS * GROUP, SIZE))
+    k, v = (jax.random.normal(key, (2, TOKENS, HEADS, SIZE)) for key in keys[1:3])
+    return q, k, v, jax.random.normal(keys[3], (2, HEADS, TOKENS)), jnp.asarray(LENGTHS)
 
 
-@pytest.mark.parametrize(("theta", "mass"), [(1.5, 0.1), (1.5, np.inf), (np.inf, 0.1), (np.inf, np.inf)])
-def test_tokens_blocks_and_means_equal_masks(theta, mass):
-    q, k, v, worth, lengths = drawn()
-    settings = ReadSettings(jnp.float32(theta), jnp.float32(mass), jnp.asarray(True))
-    out, pairs = jax.jit(lambda *x: attend_by_worth(*x, **OPTIONS))(q, k, v, worth, lengths, settings)
+def attend(operands, theta, mass, means=True, stride=16):
+    settings = ReadSettings(jnp.float32(theta), jnp.float32(mass), jnp.asarray(means))
+    return attend_by_worth(*operands, settings, block_size=BLOCK, window=WINDOW, stride=stride)
+
+
+def by_loops(q, k, v, worth, length, theta, mass, means, stride):
+    """One row, query by query: attention, and pairs by KV head."""
+    q, k, v, worth = (np.asarray(x, np.float64) for x in (q, k, v, worth))
+    out, pairs = np.zeros_like(q[:length]), np.zeros(HEADS)
+    for head in range(HEADS):
+        of_group = slice(head * GROUP, (head + 1) * GROUP)
+        chosen = (worth[head] >= theta) | (np.arange(len(q)) < 4)
+        scores = np.einsum("lgd,md->glm", q[:, of_group], k[:, head]) / np.sqrt(SIZE)
+        for start in range(0, length, BLOCK):
+            first, largest = max(0, start - WINDOW), np.zeros(len(q) // BLOCK)
+            for i in range(start + stride - 1, min(start + BLOCK, length), stride):
+                p = np.exp(scores[:, i, : i + 1] - scores[:, i, : i + 1].max(axis=-1, keepdims=True))
+                p = np.pad(p / p.sum(axis=-1, keepdims=True), ((0, 0), (0, len(q) - i - 1)))
+                largest = np.maximum(largest, p.reshape(GROUP, -1, BLOCK).sum(axis=-1).max(axis=0))
+            fetched = [t for t in range(first // BLOCK) if largest[t] >= mass]
+            for i in range(start, min(start + BLOCK, length)):
+                seen = [j for j in range(i + 1) if chosen[j] or j >= first or j // BLOCK in fetched]
+                logits, values = [scores[:, i, j] for j in seen], [v[j, head] for j in seen]
+                for t in range(first // BLOCK) if means else ():
+                    rest = [j for j in range(t * BLOCK, (t + 1) * BLOCK) if not chosen[j]]
+                    if t not in fetched and rest:
+                        w = np.exp(worth[head, rest])
+                        w /= w.sum()
+                        logits.append(q[i, of_group] @ (w @ k[rest, head]) / np.sqrt(SIZE) - w @ np.log(w))
+                        values.append(w @ v[rest, head])
+                p = np.exp(np.stack(logits) - np.max(logits, axis=0))
+                out[i, of_group] = (p / p.sum(axis=0)).T @ np.stack(values)
+                pairs[head] += len(values)
+    return out, pairs
+
+
+@pytest.mark.parametrize(
+    ("theta", "mass", "means", "stride"),
+    [(1.5, 0.1, True, 16), (1.5, 0.3, True, 8), (1.5, np.inf, False, 16), (np.inf, np.inf, True, 16)],
+)
+def test_tokens_blocks_and_means_equal_loops(theta, mass, means, stride):
+    operands = drawn()
+    out, pairs = attend(operands, theta, mass, means, stride)
     for row, length in enumerate(LENGTHS):
-        expected, attended = _attend(
-            q[row], k[row], v[row], worth[row] >= theta, worth[row], lengths[row], settings.mass, 16
-        )
-        np.testing.assert_allclose(out[row, :length], expected[:length], atol=3e-5)
+        of_row = (x[row] for x in operands[:4])
+        expected, attended = by_loops(*of_row, length, theta, mass, means, stride)
+        np.testing.assert_allclose(out[row, :length], expected, atol=3e-5)
         np.testing.assert_allclose(pairs[row], attended.mean(), rtol=1e-6)
 
 
-def test_means_can_be_off():
-    q, k, v, worth, lengths = drawn()
-    settings = ReadSettings(jnp.float32(1.5), jnp.float32(jnp.inf), jnp.asarray(False))
-    out, _ = attend_by_worth(q, k, v, worth, lengths, settings, **OPTIONS)
-    place = np.arange(TOKENS)
-    first = np.maximum(place // BLOCK * BLOCK - OPTIONS["window"], 0)
-    for row, head in np.ndindex(2, 6):
-        seen = (np.asarray(worth[row, head // 3]) >= 1.5) | (place < 4) | (place >= first[:, None])
-        seen &= place <= place[:, None]
-        logits = np.where(seen, np.asarray(q[row, :, head] @ k[row, :, head // 3].T) / 4, -np.inf)
-        p = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        expected = p / p.sum(axis=-1, keepdims=True) @ np.asarray(v[row, :, head // 3])
-        np.testing.assert_allclose(out[row, : LENGTHS[row], head], expected[: LENGTHS[row]], atol=3e-5)
+def test_means_without_weights_are_plain():
+    _, k, v, worth, _ = drawn()
+    members = worth < 0
+    mean_k, mean_v, entropy = block_means(k, v, jnp.zeros_like(worth), members, BLOCK)
+    of_block = np.asarray(members[1, 0, :BLOCK])
+    for mean, x in ((mean_k, k), (mean_v, v)):
+        np.testing.assert_allclose(mean[1, 0, 0], np.asarray(x)[1, :BLOCK, 0][of_block].mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(entropy[1, 0, 0], np.log(of_block.sum()), rtol=1e-6)
 
 
 def test_everything_selected_is_full_attention():
     q, k, v, worth, lengths = drawn()
-    settings = ReadSettings(jnp.float32(-jnp.inf), jnp.float32(jnp.inf), jnp.asarray(True))
-    out, _ = attend_by_worth(q, k, v, worth, lengths, settings, **OPTIONS)
+    out, _ = attend((q, k, v, worth, lengths), -jnp.inf, jnp.inf)
     np.testing.assert_allclose(out, causal_attention(q, k, v, lengths), atol=3e-5)

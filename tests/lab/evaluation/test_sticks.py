@@ -126,6 +126,7 @@ def test_methods_are_named_by_share_and_profile(profiles):
         (f"snapkv:{METHOD}", 0.7),
         ("duoattention", 0.7),
         ("tca, paper", None),
+        ("worth, worth", None),
     ]
     assert 0.6 < held_share(found[1].lm, TOKENS) <= 0.7
     duoattention = found[2].lm.method
@@ -142,7 +143,7 @@ def test_later_records_of_a_document_win(tmp_path):
     for stick, figure in (("a", 1), ("b", 2), ("a", 3)):
         sticks.append(plain, {**common, "stick": stick, "figure": figure})
     packed.write_bytes(lzma.compress(plain.read_bytes().replace(b'"cpu"', b'"gpu"')))
-    found = sticks.read_records([plain, packed], "a")
+    found = sticks.records_by_stick([plain, packed])["a"]
     assert [(each["device"], each["figure"]) for each in found] == [("cpu", 3), ("gpu", 3)]
 
 
@@ -182,8 +183,8 @@ def test_late_facts_and_reading_losses_of_a_model(checkpoint, folder, tmp_path, 
     assert f"tiny, {TOKENS:,} tokens, cpu: full attention answers" in printed
     reading_loss.main(str(checkpoint), out, methods=f"streaming:{METHOD},full", tokens=TOKENS, **options)
     assert f"| streaming:{METHOD} | 1 |" in capsys.readouterr().out
-    late = {(each["method"], each["share"]): each for each in sticks.read_records([out], late_facts.STICK)}
-    read = {each["method"]: each for each in sticks.read_records([out], reading_loss.STICK)}
+    late = {(each["method"], each["share"]): each for each in sticks.read_records(out, late_facts.STICK)}
+    read = {each["method"]: each for each in sticks.read_records(out, reading_loss.STICK)}
     assert list(late) == [("full", None), ("streaming", 0.5), ("tca, small", None)]
     assert list(read) == [f"streaming:{METHOD}", "full", "tca, small"]
     kept, attended, taken = ([each[name] for each in late.values()] for name in ("kept", "attended", "kv_share"))
