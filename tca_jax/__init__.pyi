@@ -13,6 +13,7 @@ from .engine.generation import Stats as Stats
 from .engine.generation import generate as generate
 from .engine.generation import generate_tokens as generate_tokens
 from .engine.generation import stream as stream
+from .engine.generation_config import GenerationConfig as GenerationConfig
 from .engine.lm import LM as LM
 from .engine.sampling import Sampling as Sampling
 from .engine.score import Scores as Scores

@@ -26,11 +26,11 @@ def require(ok: Any, message: str, error: type[Exception] = UserError) -> None:
         raise error(message)
 
 
-def require_name(what: str, name: Any, known: Collection[str]) -> None:
-    """Raises UserError unless a name is known; the message has all, and the nearest where there are many."""
+def require_name(what: str, name: Any, known: Collection[str], error: type[Exception] = UserError) -> None:
+    """Raises `error` unless a name is known; the message has all, and the nearest where there are many."""
     near = () if name in known else get_close_matches(str(name).lower(), known, n=3, cutoff=0.5)
     meant = f" (nearest: {', '.join(near)})" if near and len(known) > 5 else ""
-    require(name in known, f"{what}: must be one of {sorted(known)}{meant}")
+    require(name in known, f"{what}: must be one of {sorted(known)}{meant}", error)
 
 
 @contextmanager

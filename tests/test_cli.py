@@ -202,7 +202,7 @@ CALIBRATE = "calibrate model --text text.txt --out new"
         ("generate model --prompt x --logprobs", r"--logprobs needs --json"),
         ("generate model --prompt-file nosuch.txt", r"nosuch.txt: No such file or directory"),
         ("generate model --prompt-file latin1.txt", r"--prompt-file latin1.txt is not UTF-8 text"),
-        ("generate model --prompt x --max-new-tokens 0", r"Invalid value for '--max-new-tokens'"),
+        ("generate model --prompt x --max-new-tokens 0", r"--max-new-tokens 0: must be an integer of at least 1"),
         ("generate model --prompt x --max-new-tokens 9999", r"--prompt has 1 tokens; .* model has 4096 positions"),
         ("generate model --prompt x --profile other", r"has 3 layers of 2 heads, but model 'model' has 2 of 2"),
         ("generate", r"Missing argument"),

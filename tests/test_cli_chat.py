@@ -151,8 +151,8 @@ def test_a_stream_compiles_before_its_first_piece(lm, monkeypatch):
     ("args", "message"),
     [
         (["--top-p=2"], "--top-p 2.0: must be in (0, 1]"),
-        (["--stop="], "--stop '': must be a string that is not empty"),
-        (["--min-new-tokens=9", "--max-new-tokens=3"], "--min-new-tokens 9: must be at most --max-new-tokens 3"),
+        (["--stop="], "--stop ['']: must be non-empty strings"),
+        (["--min-new-tokens=9", "--max-new-tokens=3"], "--min-new-tokens 9: must be at most max_new_tokens = 3"),
         (["--dtype=int8"], "--dtype int8: must be float32, bfloat16 or float16"),
         (["--mesh=2x"], "--mesh 2x: must be devices on 'data' x devices on 'model', such as 1x4"),
         (["--method=nosuch"], "--method nosuch: 'nosuch' is not registered: must be one of"),

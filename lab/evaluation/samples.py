@@ -11,10 +11,10 @@ import numpy as np
 from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.contexts import prefill
 from tca_jax.engine.generation import output_of
+from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import DocumentTemplate, Encoder, bucket_length, encode_continuation
 from tca_jax.engine.request import Request
-from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.recall.protocols import LATE_PREFIX, READ_FIRST, WITH_LEAD
@@ -153,17 +153,8 @@ class Task:
         """Texts, their numbers of tokens, and costs of one batch, with room for more tokens than are made."""
         documents, questions = map(list, zip(*prompts, strict=True))
         context = prefill(lm, documents) if any(questions) else None
-        request = Request.create(
-            lm,
-            questions if context else documents,
-            context,
-            max_new_tokens=room,
-            sampling=Sampling(),
-            seed=0,
-            stop=(),
-            stop_token_ids=None,
-            backend="auto",
-        )
+        config = GenerationConfig(max_new_tokens=room)
+        request = Request.create(lm, questions if context else documents, context, config, "auto")
         state = request.start()
         kept = output_of(request, state).stats.kept_share  # the first new token is in no cache yet
         if not request.is_finished(state) and (left := limit - request.steps(state)) > 0:

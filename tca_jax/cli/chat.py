@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from tca_jax.cli import spare_one_ctrl_c
 from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.generate import cut_note, print_stream
 from tca_jax.cli.models import SYSTEM_BEHIND_CONTEXT, opened, read_context
-from tca_jax.cli.options import AnswerOptions, ContextOption, ModelArgument, ModelOptions, SystemOption, with_options
+from tca_jax.cli.options import ContextOption, ModelArgument, ModelOptions, SystemOption, with_options
+from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.errors import UserError, require
 from tca_jax.progress import progress
 
@@ -28,7 +30,7 @@ def chat(
     save_context: Annotated[Path | None, typer.Option(help="Folder to save the prefilled document to.")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Append each question and answer to the document.")] = False,
     running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
-    answering: AnswerOptions = AnswerOptions(),  # noqa: B008
+    config: GenerationConfig = GenerationConfig(),  # noqa: B008
 ) -> None:
     """Read a document once, then answer questions about it.
 
@@ -44,7 +46,6 @@ def chat(
     require(system is None or context is None, SYSTEM_BEHIND_CONTEXT)
     if save_context is not None:
         require_writable(save_context, "--save-context")
-    options = answering.arguments() | {"backend": running.backend}
     text = None if file is None else read_text(file, "--file")
     import tca_jax
     from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, require_positions
@@ -53,7 +54,7 @@ def chat(
     with opened(model, running) as (checkpoint, load):
         frame = DocumentTemplate.of(checkpoint, system)
         document = [] if text is None else frame.document(checkpoint, text, "--file")
-        require_positions("--file", len(document), answering.max_new_tokens, checkpoint)
+        require_positions("--file", len(document), config.max_new_tokens, checkpoint)
         lm = load()
     if read is None:
         with progress() as report:
@@ -68,10 +69,10 @@ def chat(
     terminal, answered = sys.stdin.isatty(), False
     for number, question in enumerate(_questions(terminal)):
         asked = frame.question(question, follows_answer=answered)
-        options["seed"] = (answering.seed + number) % 2**32
+        own = dataclasses.replace(config, seed=(config.seed + number) % 2**32)
         with spare_one_ctrl_c() if terminal else contextlib.nullcontext(lambda: False) as interrupted:
             try:
-                stream = tca_jax.stream(lm, asked, context=read, **options)
+                stream = tca_jax.stream(lm, asked, own, context=read, backend=running.backend)
                 out = print_stream(stream, "compiling, and reading the question", interrupted)
             except UserError as error:  # a question that is too long does not end the chat
                 print(f"error: {error}", file=sys.stderr, flush=True)

@@ -5,30 +5,31 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import print_json, read_text
 from tca_jax.cli.models import SYSTEM_BEHIND_CONTEXT, opened, read_context
 from tca_jax.cli.options import (
-    AnswerOptions,
     ContextOption,
     JsonOption,
     ModelArgument,
     ModelOptions,
     SystemOption,
+    option_of,
     with_options,
 )
+from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.errors import require
 from tca_jax.progress import progress
 
 if TYPE_CHECKING:
     from tca_jax.engine.contexts import Context
     from tca_jax.engine.generation import Output, Stats
-    from tca_jax.engine.lm import LM
     from tca_jax.loading import Checkpoint
 
 _HEADING_CHARACTERS = 60  # of a prompt, over its answer
@@ -48,8 +49,8 @@ def generate(
     system: SystemOption = None,
     context: ContextOption = None,
     running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
-    answering: AnswerOptions = AnswerOptions(),  # noqa: B008
-    num_samples: Annotated[int, typer.Option(help="Answers to each prompt, which is read once.", min=1)] = 1,
+    config: GenerationConfig = GenerationConfig(),  # noqa: B008
+    num_samples: Annotated[int, option_of("num_samples")] = 1,
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Log-probability of every new token; needs --json.")
     ] = False,
@@ -77,7 +78,9 @@ def generate(
         require(as_json or not given, f"{option} needs --json")
     require(system is None or context is None, SYSTEM_BEHIND_CONTEXT)
     texts = _read_prompts(prompt or (), prompt_file or ())
-    options = answering.arguments()
+    with naming_options("num_samples"):
+        config = dataclasses.replace(config, num_samples=num_samples, logprobs=top_logprobs or logprobs)
+    import tca_jax
     from tca_jax.engine.prompts import require_positions
 
     saved = None if context is None else read_context(context)
@@ -85,20 +88,20 @@ def generate(
         prompts = [_encoded(checkpoint, name, text, system, chat, saved) for name, text in texts]
         held = 0 if saved is None else max(saved.stats.tokens)
         for (name, _), ids in zip(texts, prompts, strict=True):
-            require_positions(name, len(ids), answering.max_new_tokens, checkpoint, context_tokens=held)
+            require_positions(name, len(ids), config.max_new_tokens, checkpoint, context_tokens=held)
         lm = load()
-    options |= {"context": saved, "backend": running.backend}
+    options: dict[str, Any] = {"context": saved, "backend": running.backend}
     if len(prompts) > 1 or num_samples > 1 or as_json:
-        out = _answer(lm, prompts, {"num_samples": num_samples, "logprobs": top_logprobs or logprobs, **options})
+        with progress() as report:
+            report("compiling, and answering", None, None)
+            out = tca_jax.generate(lm, prompts, config, **options)
         if as_json:
             who = {"model": model, "profile": running.profile, "method": lm.method.name}
             print_json(who | _record(out, len(prompts), lm.tokenizer))
             return
         _print_answers([_heading(*text) for text in texts], out)
     else:
-        import tca_jax
-
-        streamed = print_stream(tca_jax.stream(lm, prompts[0], **options), "compiling, and reading the prompt")
+        streamed = print_stream(tca_jax.stream(lm, prompts[0], config, **options), "compiling, and reading the prompt")
         assert streamed is not None
         out = streamed
     print(describe(out.stats) + cut_note(out), file=sys.stderr)
@@ -125,14 +128,6 @@ def _encoded(
         return encode_continuation(checkpoint, text, context.token_ids(), name)
     before = [] if system is None else [{"role": "system", "content": system}]
     return encode_prompt(checkpoint, [*before, {"role": "user", "content": text}] if in_chat else text, name)
-
-
-def _answer(lm: LM, prompts: list[list[int]], options: Mapping[str, Any]) -> Output:
-    import tca_jax
-
-    with progress() as report:
-        report("compiling, and answering", None, None)
-        return tca_jax.generate(lm, prompts, **options)
 
 
 def print_stream(

@@ -13,10 +13,11 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from tca_jax.cli.errors import naming_options
-from tca_jax.errors import require
+from tca_jax.engine.generation_config import GenerationConfig, option_help
 
 _T = TypeVar("_T")
 LARGEST = 2**31 - 1  # tokens: positions are 32-bit integers
+_NOT_COMMON = ("num_samples", "stop_token_ids", "logprobs")  # fields of `GenerationConfig`
 LAUNCH_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"  # "1": GPUs start kernels in the order of their launch
 
 
@@ -99,47 +100,25 @@ class ModelOptions:
     backend: BackendOption = "auto"
 
 
-@dataclasses.dataclass(frozen=True)
-class AnswerOptions:
-    """Options that say how answers are drawn and where they end, by their names in `tca_jax.generate`."""
+def option_of(field: str) -> Any:
+    """The option of a field of `GenerationConfig`, for a command that has it beside the common ones."""
+    return typer.Option(help=option_help().get(field))
 
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, max=LARGEST)] = 256
-    min_new_tokens: Annotated[int, typer.Option(help="No stop token comes before so many tokens.", min=0)] = 0
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
-    top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens.", min=1, max=LARGEST)] = None
-    top_p: Annotated[float | None, typer.Option(help="Keep the smallest set of this probability.")] = None
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens this close to the best.")] = None
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages repetition.")] = None
-    seed: SeedOption = 0
-    stop: Annotated[
-        list[str] | None, typer.Option(help="String that ends an answer; may be repeated.", show_default=False)
-    ] = None
 
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of `tca_jax.generate` and `tca_jax.stream`.
-
-        Raises:
-            ValueError: a number is not allowed; names the option.
-        """
-        from tca_jax.engine.sampling import Sampling
-
-        given = {**dataclasses.asdict(self), "stop": tuple(self.stop or ())}
-        sampling = {field.name: given[field.name] for field in dataclasses.fields(Sampling)}
-        with naming_options(*sampling):
-            Sampling(**sampling)
-        allowed = f"must be at most --max-new-tokens {self.max_new_tokens}"
-        require(self.min_new_tokens <= self.max_new_tokens, f"--min-new-tokens {self.min_new_tokens}: {allowed}")
-        require(all(given["stop"]), "--stop '': must be a string that is not empty")
-        return given
+def _answer_hints() -> dict[str, Any]:
+    """Types of the fields of `GenerationConfig` that every command with answers has as options."""
+    hints = get_type_hints(GenerationConfig) | {"stop": list[str]}
+    return {name: Annotated[hints[name], option_of(name)] for name in hints if name not in _NOT_COMMON}
 
 
 def with_options(command: Callable[..., _T]) -> Callable[..., _T]:
-    """The command with the fields of the dataclasses that it takes, such as `AnswerOptions`, as options of its own."""
+    """The command with the fields of the dataclasses that it takes, such as `GenerationConfig`, as options of its own.
+
+    Errors of a dataclass that begin with a field's name begin with its option.
+    """
     declared = inspect.signature(command, eval_str=True).parameters
-    groups: dict[str, Any] = {
-        name: each.annotation for name, each in declared.items() if dataclasses.is_dataclass(each.annotation)
-    }
-    parameters = [each for name, one in declared.items() for each in (_fields_of(one) if name in groups else [one])]
+    groups = {name: _fields_of(each) for name, each in declared.items() if dataclasses.is_dataclass(each.annotation)}
+    parameters = [field for name, each in declared.items() for field in groups.get(name, [each])]
     spread = inspect.Signature(parameters)
 
     @functools.wraps(command)
@@ -147,8 +126,10 @@ def with_options(command: Callable[..., _T]) -> Callable[..., _T]:
         bound = spread.bind(*args, **options)
         bound.apply_defaults()
         given = dict(bound.arguments)
-        for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+        for name, fields in groups.items():
+            own = {field.name: given.pop(field.name) for field in fields}
+            with naming_options(*own):
+                given[name] = declared[name].annotation(**own)
         return command(**given)
 
     called.__signature__ = spread  # type: ignore[attr-defined]
@@ -158,8 +139,10 @@ def with_options(command: Callable[..., _T]) -> Callable[..., _T]:
 
 def _fields_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     """Parameters in place of one that is annotated with a dataclass: its fields."""
-    hints = get_type_hints(parameter.annotation, include_extras=True)
+    kind = parameter.annotation
+    hints = _answer_hints() if kind is GenerationConfig else get_type_hints(kind, include_extras=True)
     return [
         parameter.replace(name=field.name, annotation=hints[field.name], default=field.default)
-        for field in dataclasses.fields(parameter.annotation)
+        for field in dataclasses.fields(kind)
+        if field.name in hints
     ]

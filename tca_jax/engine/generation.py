@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Generator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, Key
 
 from tca_jax.engine.contexts import Context, kept_share
 from tca_jax.engine.decode import DecodingState, begin_program, decode_all_program, row_keys
+from tca_jax.engine.generation_config import GenerationConfig, GenerationOptions
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import agreed, num_devices, on_host, rows_of_device
 from tca_jax.engine.prompts import (
@@ -107,46 +108,24 @@ class Output:
 def generate(
     lm: LM,
     prompts: Prompt | Sequence[Prompt],
+    config: GenerationConfig | None = None,
     *,
     context: Context | None = None,
-    max_new_tokens: int = 256,
-    min_new_tokens: int = 0,
-    num_samples: int = 1,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    stop_token_ids: Sequence[int] | None = None,
-    logprobs: bool | int = False,
     backend: str = "auto",
+    **options: Unpack[GenerationOptions],
 ) -> Output:
     """Answers one prompt or a batch of prompts of any lengths.
 
     Args:
         lm: From `tca_jax.load`. Without a profile it runs exact full attention.
         prompts: Strings, chats (lists of {"role", "content"}) or token ids; one or a sequence.
+        config: How answers are drawn and where they end.
         context: From `tca_jax.prefill`, what the model has read before: prompts are appended to it as they are (no
             token is put before text; a chat must begin with all that the context holds, and what follows is
             appended). One prompt for each of its rows, or any number where it has one row, whose cache they share. It
             stays what it is.
-        max_new_tokens: Most tokens an answer may have.
-        min_new_tokens: No stop token is drawn before so many tokens, and no stop string ends an answer.
-        num_samples: Answers to each prompt, which is read once. They come side by side: answer j to prompt i is entry
-            `i * num_samples + j`. Greedy ones are all alike.
-        temperature: 0 is greedy.
-        top_k: Keep the k best tokens.
-        top_p: Keep the smallest set of tokens whose probability reaches p.
-        min_p: Keep tokens at least this share as probable as the best.
-        repetition_penalty: Above 1 discourages tokens that the prompt or answer already holds.
-        seed: In [0, 2^32). Same seed, same draws. An answer's draws depend on the seed and its place alone.
-        stop: Strings that end an answer; they are cut from the text.
-        stop_token_ids: Tokens that end an answer; None takes the model's own, () none.
-        logprobs: Whether `Output.logprobs` is wanted; a number asks for so many of the likeliest tokens at each place,
-            too, which are `Output.top_logprobs`.
         backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
+        **options: Fields of `GenerationConfig`, which replace those of `config`: `max_new_tokens=64`.
 
     Returns:
         `Output` with `text`, `tokens`, `finish_reasons`, `logprobs`, `top_logprobs` and `stats`.
@@ -154,24 +133,11 @@ def generate(
     Raises:
         ValueError: a prompt or number is not allowed, raised before anything is compiled; or the model computes NaN or
             infinity, with the layer.
-        TypeError: an argument is of a wrong type.
+        TypeError: an argument is of a wrong type, or an option is unknown.
     """
-    request = Request.create(
-        lm,
-        prompts,
-        context,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        num_samples=num_samples,
-        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
-        seed=seed,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        logprobs=logprobs,
-        backend=backend,
-    )
+    request = Request.create(lm, prompts, context, GenerationConfig.of(config, options), backend)
     state = request.start()
-    stride = _STOP_STRING_STRIDE if request.stop else request.max_new_tokens
+    stride = _STOP_STRING_STRIDE if request.config.stop else request.config.max_new_tokens
     while not request.is_finished(state):
         state = request.advance(state, stride)
     return output_of(request, state)
@@ -180,36 +146,20 @@ def generate(
 def stream(
     lm: LM,
     prompts: Prompt | Sequence[Prompt],
+    config: GenerationConfig | None = None,
     *,
     context: Context | None = None,
-    max_new_tokens: int = 256,
-    min_new_tokens: int = 0,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    stop_token_ids: Sequence[int] | None = None,
     backend: str = "auto",
+    **options: Unpack[GenerationOptions],
 ) -> Generator[Any, None, Output]:
     """Yields the answer to a prompt, or the answers to a batch, piece by piece, as soon as a piece is certain.
 
-    A piece holds what was said in about 30 ms, or one token where that takes longer.
-
-    Args:
-        lm: From `tca_jax.load`.
-        prompts: One prompt, or a sequence of them, as for `generate`.
-        context: What comes before, as for `generate`.
-        max_new_tokens: Most tokens of an answer. This and all further options are as for `generate`: `min_new_tokens`,
-            `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed`, `stop`, `stop_token_ids` and
-            `backend`.
+    A piece holds the tokens of about 30 ms, or one token where that takes longer. Arguments are those of `generate`.
 
     Yields:
-        Of one prompt, pieces of text; of a batch, lists with a piece for each prompt, "" where there is nothing new.
-        Joined they are `generate(...).text`. A piece never splits a character, and text that may still turn out to be
-        part of a stop string is held back.
+        Of one answer, pieces of text; of several, lists with a piece for each, "" where there is nothing new. Joined
+        they are `generate(...).text`. A piece never splits a character, and text that may still turn out to be part of
+        a stop string is held back.
 
     Returns:
         At its end the generator returns what `generate` does: `out = yield from stream(...)`.
@@ -218,20 +168,9 @@ def stream(
         ValueError: as for `generate`; also a model without a tokenizer. Raised by the call, not by the first piece.
         TypeError: as for `generate`.
     """
-    decode_continuation(lm, [])  # no tokenizer: say so before anything is compiled
-    request = Request.create(
-        lm,
-        prompts,
-        context,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
-        seed=seed,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        backend=backend,
-    )
-    return _pieces(request, single=is_single(prompts))
+    decode_continuation(lm, [])  # no tokenizer: an error before anything is compiled
+    request = Request.create(lm, prompts, context, GenerationConfig.of(config, options), backend)
+    return _pieces(request, single=is_single(prompts) and request.rows == 1)
 
 
 def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
@@ -243,7 +182,7 @@ def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
         finished = request.is_finished(state)
         pieces = []
         for row, answer in enumerate(request.answers(state)):
-            certain = max(sent[row], certain_characters(answer, request.stop, finished=finished))
+            certain = max(sent[row], certain_characters(answer, request.config.stop, finished=finished))
             pieces.append((answer.text or "")[sent[row] : certain])
             sent[row] = certain
         if any(pieces):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from tca_jax.engine.cache import require_memory
 from tca_jax.engine.contexts import AppendedPrompts, Context
 from tca_jax.engine.decode import DecodingState, begin_program, decode_program, leave_program, row_keys
 from tca_jax.engine.extend import feed
+from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import on_host, rows_of_device
 from tca_jax.engine.prompts import (
@@ -25,70 +25,11 @@ from tca_jax.engine.prompts import (
     encode_prompts,
     pad_tokens,
     require_positions,
-    require_tokenizer,
 )
 from tca_jax.engine.read import Calls, fork, full_bytes, num_pages, page_bytes, pages_of_forks, read, require_finite
 from tca_jax.engine.sampling import Sampling
-from tca_jax.errors import UserTypeError, check_integer, check_seed, require
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
-
-
-@dataclasses.dataclass(frozen=True)
-class AnswerOptions:
-    """How an answer is drawn and where it ends. The names are those of `generation.generate`'s options, but for two.
-
-    Attributes:
-        max_new_tokens: Most tokens it may have.
-        min_new_tokens: Nothing ends it before so many.
-        sampling: How a token is drawn.
-        seed: Of the draws.
-        stop: Strings that end it.
-        stop_tokens: Tokens that end it.
-        logprobs: None, or how many of the likeliest tokens are wanted beside the log-probability of each token.
-    """
-
-    max_new_tokens: int
-    min_new_tokens: int
-    sampling: Sampling
-    seed: int
-    stop: tuple[str, ...]
-    stop_tokens: tuple[int, ...]
-    logprobs: int | None
-
-    @classmethod
-    def create(
-        cls,
-        lm: LM,
-        *,
-        max_new_tokens: Any,
-        min_new_tokens: Any = 0,
-        sampling: Sampling,
-        seed: Any,
-        stop: Any,
-        stop_token_ids: Any,
-        logprobs: Any = False,
-    ) -> AnswerOptions:
-        """Checks them, types included.
-
-        Raises:
-            ValueError: an option is not allowed; names it.
-            TypeError: one is of a wrong type.
-        """
-        check_integer("max_new_tokens", max_new_tokens, at_least=1)
-        check_integer("min_new_tokens", min_new_tokens, at_least=0)
-        check_seed("seed", seed)
-        allowed = f"must be at most max_new_tokens = {max_new_tokens}"
-        require(min_new_tokens <= max_new_tokens, f"min_new_tokens = {min_new_tokens}: {allowed}")
-        return cls(
-            max_new_tokens=int(max_new_tokens),
-            min_new_tokens=int(min_new_tokens),
-            sampling=sampling.checked(),
-            seed=int(seed),
-            stop=_stop_strings(lm, stop),
-            stop_tokens=lm.eos_token_ids if stop_token_ids is None else _stop_tokens(lm, stop_token_ids),
-            logprobs=_num_logprobs(lm, logprobs),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +47,11 @@ class AnswerReader:
 
     Attributes:
         lm: The model, whose tokenizer makes text of tokens.
-        stop: Strings that end an answer.
-        stop_tokens: Tokens that do.
-        min_new_tokens: Nothing ends an answer before so many tokens.
+        config: Its stop tokens, stop strings and least tokens; from `GenerationConfig.for_model`.
     """
 
     lm: LM
-    stop: Sequence[str]
-    stop_tokens: Sequence[int]
-    min_new_tokens: int
+    config: GenerationConfig
     _ended: Answer | None = None
     _looked: int = 0  # tokens that hold no stop string
 
@@ -122,9 +59,8 @@ class AnswerReader:
         """The answer that these tokens are, all that were drawn so far; once it has ended, it stays as it is."""
         if self._ended is not None:
             return self._ended
-        end = next(
-            (i for i, token in enumerate(tokens) if token in self.stop_tokens and i >= self.min_new_tokens), None
-        )
+        stops, least = self.config.stop_token_ids or (), self.config.min_new_tokens
+        end = next((i for i, token in enumerate(tokens) if token in stops and i >= least), None)
         answer = self._cut_at_stop_string(tokens if end is None else tokens[: end + 1])
         if end is not None or answer.stopped:
             answer = self._ended = dataclasses.replace(answer, stopped=True)
@@ -139,8 +75,8 @@ class AnswerReader:
             return Answer(tokens, None, False)
         # A stop string that is complete before `min_new_tokens` tokens are there ends nothing. A character of several
         # tokens may not be complete then; it is not counted.
-        early = len(self._raw(tokens[: self.min_new_tokens]).rstrip("\ufffd")) if self.stop else 0
-        if not self.stop or self._stop_place(self._raw(tokens), early) is None:
+        early = len(self._raw(tokens[: self.config.min_new_tokens]).rstrip("\ufffd")) if self.config.stop else 0
+        if not self.config.stop or self._stop_place(self._raw(tokens), early) is None:
             self._looked = len(tokens)
             return Answer(tokens, decode_continuation(self.lm, tokens), False)
         count = self._looked + 1
@@ -167,7 +103,7 @@ class AnswerReader:
 
     def _stop_place(self, text: str, early: int) -> int | None:
         """Where the earliest stop string begins that ends behind the first `early` characters; None without any."""
-        places = (text.find(s, max(0, early - len(s) + 1)) for s in self.stop)
+        places = (text.find(s, max(0, early - len(s) + 1)) for s in self.config.stop)
         return min((place for place in places if place >= 0), default=None)
 
 
@@ -185,16 +121,8 @@ class Request:
 
     lm: LM
     appended: AppendedPrompts | None
-    context: Context | None
     prompt_ids: list[list[int]]
-    max_new_tokens: int
-    min_new_tokens: int
-    num_samples: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    stop_tokens: tuple[int, ...]
-    seed: int
-    logprobs: int | None
+    config: GenerationConfig  # from `for_model`
     backend: Backend
     compile_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -202,53 +130,19 @@ class Request:
     _step: Callable[..., DecodingState] | None = None
 
     @classmethod
-    def create(
-        cls,
-        lm: Any,
-        prompts: Any,
-        context: Any = None,
-        *,
-        max_new_tokens: Any,
-        min_new_tokens: Any = 0,
-        num_samples: Any = 1,
-        sampling: Sampling,
-        seed: Any,
-        stop: Any,
-        stop_token_ids: Any,
-        logprobs: Any = False,
-        backend: str,
-    ) -> Request:
+    def create(cls, lm: Any, prompts: Any, context: Any, config: GenerationConfig, backend: str) -> Request:
         """Checks all that can be checked before a program is compiled, types included; see `generation.generate`."""
         require_lm(lm)
-        kernels = resolve_backend(backend)
-        options = AnswerOptions.create(
-            lm,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            logprobs=logprobs,
-        )
-        check_integer("num_samples", num_samples, at_least=1)
+        kernels, config = resolve_backend(backend), config.for_model(lm)
         appended = None if context is None else AppendedPrompts.create(lm, prompts, context)
         prompt_ids = encode_prompts(lm, prompts) if appended is None else appended.ids
         if appended is not None:
-            appended.require_positions(lm, options.max_new_tokens)
+            appended.require_positions(lm, config.max_new_tokens)
         else:
             for i, ids in enumerate(prompt_ids):
-                require_positions(f"prompts[{i}]", len(ids), options.max_new_tokens, lm)
-        request = cls(
-            lm=lm,
-            appended=appended,
-            context=None if appended is None else appended.context,
-            prompt_ids=prompt_ids,
-            num_samples=int(num_samples),
-            backend=kernels,
-            **vars(options),
-        )
-        require_memory(request.kv_cache_bytes(), f"{request.rows} answers of up to {max_new_tokens} tokens")
+                require_positions(f"prompts[{i}]", len(ids), config.max_new_tokens, lm)
+        request = cls(lm, appended, prompt_ids, config, kernels)
+        require_memory(request.kv_cache_bytes(), f"{request.rows} answers of up to {config.max_new_tokens} tokens")
         return request
 
     @functools.cached_property
@@ -257,13 +151,21 @@ class Request:
 
     @functools.cached_property
     def _readers(self) -> list[AnswerReader]:
-        options = self.lm, self.stop, self.stop_tokens, self.min_new_tokens
-        return [AnswerReader(*options) for _ in range(self.rows)]
+        return [AnswerReader(self.lm, self.config) for _ in range(self.rows)]
+
+    @functools.cached_property
+    def _sampling(self) -> Sampling:
+        return self.config.sampling
+
+    @property
+    def context(self) -> Context | None:
+        """What comes before the prompts."""
+        return None if self.appended is None else self.appended.context
 
     @property
     def rows(self) -> int:
         """Answers: prompts times samples."""
-        return len(self.prompt_ids) * self.num_samples
+        return len(self.prompt_ids) * self.config.num_samples
 
     @property
     def context_tokens(self) -> list[int]:
@@ -273,16 +175,16 @@ class Request:
     @property
     def room(self) -> int:
         """Tokens that answers have room for: a bucket, so that another `max_new_tokens` seldom compiles anything."""
-        return bucket_length(self.max_new_tokens)
+        return bucket_length(self.config.max_new_tokens)
 
     def kv_cache_bytes(self) -> int:
         """Bytes of all pages that the call may use, on each device."""
         lm = self.lm
         prompts, fed = rows_of_device(lm, len(self.prompt_ids), "prompts"), self.room - 1
-        rows, context = prompts * self.num_samples, self.context
+        rows, context = prompts * self.config.num_samples, self.context
         if context is None or self.appended is None:
             columns = bucket_length(max(map(len, self.prompt_ids)))
-            pages = num_pages(lm, lm.cache_layout(prompts, columns, fed if self.num_samples == 1 else 0))
+            pages = num_pages(lm, lm.cache_layout(prompts, columns, fed if self.config.num_samples == 1 else 0))
             return page_bytes(lm) * (pages + self._fork_pages(lm, columns))
         held, columns = context.tokens.shape[1], self.appended.tokens.shape[1]
         own = page_bytes(lm) * pages_of_forks(lm, rows, held, columns + fed)
@@ -290,9 +192,9 @@ class Request:
 
     def _fork_pages(self, lm: LM, columns: int) -> int:
         """Pages of rows that continue prompts with several answers."""
-        if self.num_samples == 1:
+        if self.config.num_samples == 1:
             return 0
-        rows = rows_of_device(lm, len(self.prompt_ids), "prompts") * self.num_samples
+        rows = rows_of_device(lm, len(self.prompt_ids), "prompts") * self.config.num_samples
         return pages_of_forks(lm, rows, columns, self.room - 1)
 
     @property
@@ -304,7 +206,7 @@ class Request:
         else:
             starts, times = self.appended.starts, len(self.prompt_ids) // self.appended.context.batch
             ends = [start + len(ids) for start, ids in zip(starts, self.prompt_ids, strict=True)]
-        return full_bytes(self.lm, starts, times, [end + fed for end in ends for _ in range(self.num_samples)])
+        return full_bytes(self.lm, starts, times, [end + fed for end in ends for _ in range(self.config.num_samples)])
 
     def start(self) -> DecodingState:
         """Prefill and the first token.
@@ -316,14 +218,14 @@ class Request:
         state = jax.block_until_ready(self._begin(calls))
         self.prefill_seconds = time.perf_counter() - begun - calls.compile_seconds
         self.compile_seconds += calls.compile_seconds
-        finite = on_host(state.finite)[:: self.num_samples]
+        finite = on_host(state.finite)[:: self.config.num_samples]
         if not finite.all():
             require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
         return self._end_at_stop_strings(state)
 
     def _begin(self, calls: Calls) -> DecodingState:
         """Reads the prompts and draws the first token of every answer."""
-        lm, samples, fed, shares = self._program_lm, self.num_samples, self.room - 1, None
+        lm, samples, fed, shares = self._program_lm, self.config.num_samples, self.room - 1, None
         if self.appended is None:
             tokens, lengths = map(jnp.asarray, pad_tokens(self.prompt_ids, lm.pad_token_id))
             columns, own = tokens.shape[1], fed if samples == 1 else 0
@@ -341,16 +243,16 @@ class Request:
             private = self.appended is None
             rows = fork(lm, rows, samples, lengths + fed, columns, fed, calls, private=private)
         held = None
-        if self.sampling.repetition_penalty is not None:
+        if self._sampling.repetition_penalty is not None:
             held = tuple(map(jnp.asarray, self._whole_prompts()))
         drawing = (
-            row_keys(jax.random.key(self.seed), self.rows),
+            row_keys(jax.random.key(self.config.seed), self.rows),
             shares,
-            self.sampling,
-            jnp.asarray(self.stop_tokens, jnp.int32),
-            jnp.int32(self.min_new_tokens) if self.min_new_tokens else None,
+            self._sampling,
+            jnp.asarray(self.config.stop_token_ids, jnp.int32),
+            jnp.int32(self.config.min_new_tokens) if self.config.min_new_tokens else None,
         )
-        static = {"new_tokens": self.room, "logprobs": self.logprobs}
+        static = {"new_tokens": self.room, "logprobs": self.config.num_logprobs}
         return calls(begin_program, lm, rows, logits, lengths, held, *drawing, **static)
 
     def _whole_prompts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -362,8 +264,8 @@ class Request:
 
     def advance(self, state: DecodingState, steps: int) -> DecodingState:
         """Up to `steps` more tokens per row."""
-        limit = jnp.int32(min(self.steps(state) + steps, self.max_new_tokens))
-        step, args = self.prepare_step(state), (limit, self.sampling)
+        limit = jnp.int32(min(self.steps(state) + steps, self.config.max_new_tokens))
+        step, args = self.prepare_step(state), (limit, self._sampling)
         start, compiled = time.perf_counter(), self.compile_seconds
         state = step(self._program_lm, state, *args)
         while self._leaves(state, int(limit)):
@@ -387,27 +289,28 @@ class Request:
     def prepare_steps(self, state: DecodingState) -> None:
         """Compiles all that the answers may need, so that none of their pieces waits for it."""
         self.prepare_step(state)
-        if self._leaves(state, self.max_new_tokens, self.max_new_tokens - self.steps(state)):
-            args = (self._program_lm, state, jnp.int32(self.max_new_tokens), self.sampling)
+        limit = self.config.max_new_tokens
+        if self._leaves(state, limit, limit - self.steps(state)):
+            args = (self._program_lm, state, jnp.int32(limit), self._sampling)
             self.compile_seconds += leave_program.prepare(*args, backend=self.backend)[1]
 
     def prepare_step(self, state: DecodingState) -> Callable[..., DecodingState]:
         """The program of decoding steps, compiled at the first call."""
         if self._step is None:
-            args = (self._program_lm, state, jnp.int32(self.max_new_tokens), self.sampling)
+            args = (self._program_lm, state, jnp.int32(self.config.max_new_tokens), self._sampling)
             self._step, seconds = decode_program.prepare(*args, backend=self.backend)
             self.compile_seconds += seconds
         return self._step
 
     def _end_at_stop_strings(self, state: DecodingState) -> DecodingState:
-        if not self.stop or self.steps(state) < self.min_new_tokens:  # text need not be made of tokens that end nothing
+        if not self.config.stop or self.steps(state) < self.config.min_new_tokens:  # no text is needed before
             return state
         stopped = jnp.asarray([answer.stopped for answer in self.answers(state)])
         return dataclasses.replace(state, done=state.done | stopped)
 
     def is_finished(self, state: DecodingState) -> bool:
         """Whether no row will say more."""
-        return self.steps(state) >= self.max_new_tokens or bool(on_host(state.done).all())
+        return self.steps(state) >= self.config.max_new_tokens or bool(on_host(state.done).all())
 
     def steps(self, state: DecodingState) -> int:
         """Tokens of the longest answer so far."""
@@ -418,38 +321,3 @@ class Request:
         tokens, steps = on_host((state.tokens, state.step))
         rows = zip(self._readers, tokens, steps, strict=True)
         return [reader.read(of_row[:step].tolist()) for reader, of_row, step in rows]
-
-
-def _num_logprobs(lm: LM, logprobs: Any) -> int | None:
-    """How many of the likeliest tokens are wanted beside each new one; None where no log-probability is.
-
-    Raises:
-        ValueError: it is neither True nor False, nor a number of tokens that there are.
-    """
-    if isinstance(logprobs, bool):
-        return 0 if logprobs else None
-    most = lm.config.vocab_size
-    known = isinstance(logprobs, numbers.Integral) and 1 <= int(logprobs) <= most
-    require(known, f"logprobs = {logprobs!r}: must be True, False, or a number of tokens from 1 to {most}")
-    return int(logprobs)
-
-
-def _stop_strings(lm: LM, stop: Any) -> tuple[str, ...]:
-    known = isinstance(stop, str | Sequence | set | frozenset | None)
-    require(known, f"stop = {stop!r}: must be a string or a sequence of strings", UserTypeError)
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    texts = all(isinstance(s, str) and s for s in strings)
-    require(texts, f"stop = {list(strings)!r}: must be non-empty strings")
-    if strings:
-        require_tokenizer("stop", lm.name, lm.tokenizer, "use stop_token_ids")
-    return strings
-
-
-def _stop_tokens(lm: LM, ids: Any) -> tuple[int, ...]:
-    wrong = f"stop_token_ids = {ids!r}: must be a sequence of token ids, or None"
-    require(isinstance(ids, Iterable), wrong, UserTypeError)
-    ids, vocabulary = tuple(ids), lm.config.vocab_size
-    for token in ids:
-        known = isinstance(token, numbers.Integral) and not isinstance(token, bool) and 0 <= int(token) < vocabulary
-        require(known, f"stop_token_ids holds {token!r}: must be token ids of {lm.name}, in [0, {vocabulary})")
-    return tuple(int(token) for token in ids)

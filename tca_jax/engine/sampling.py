@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import numbers
 import typing
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from tca_jax.errors import UserTypeError, is_finite_number, require
+from tca_jax.engine.generation_config import check_sampling
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # positive float32 that is not flushed to zero
 _LARGEST_INT = 2**31 - 1  # of a program; more than any vocabulary
@@ -56,11 +54,11 @@ class Sampling:
     def __post_init__(self) -> None:
         """Traced numbers, and whatever else a transformation puts here, are not looked at."""
         off = {"temperature": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-        for name, (holds, words) in _ALLOWED.items():
+        for name in self.__dataclass_fields__:
             value: Any = getattr(self, name)
             if not isinstance(value, numbers.Real | str | bytes | np.bool_):
                 continue
-            require(is_finite_number(value) and holds(float(value)), f"{name} = {value!r}: must be {words}")
+            check_sampling(name, value)
             number = float(value)
             held = int(min(number, _LARGEST_INT)) if name == "top_k" else number
             object.__setattr__(self, name, None if number == off.get(name) else held)
@@ -69,34 +67,6 @@ class Sampling:
         if self.temperature is None:  # greedy: no filter changes which logit is the highest
             for name in ("top_k", "top_p", "min_p"):
                 object.__setattr__(self, name, None)
-
-    def checked(self) -> Sampling:
-        """The same, of numbers that are known: arrays of one number, of NumPy or JAX, are taken as that number.
-
-        Raises:
-            ValueError: a number is not allowed; names it.
-            TypeError: something is no number.
-        """
-        numbers_of = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if getattr(value, "ndim", None) == 0:
-                value = value.item()
-            known = value is None or isinstance(value, numbers.Real)
-            require(known, f"{field.name} = {value!r}: must be a number, or None", UserTypeError)
-            numbers_of[field.name] = value
-        return Sampling(**numbers_of)
-
-
-_ALLOWED: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(
-    {
-        "temperature": (lambda x: x >= 0, "a number of at least 0 (0 is greedy)"),
-        "top_k": (lambda x: x >= 1 and x == int(x), "an integer of at least 1"),
-        "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
-        "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
-        "repetition_penalty": (lambda x: x > 0, "a positive number"),
-    }
-)
 
 
 def sample(

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt, render_chat
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import State
@@ -96,9 +97,9 @@ class AnswerCounter:
         self.metrics = Metrics(engine, self.open)
 
     async def ask(
-        self, prompts: Sequence[tuple[EncodedPrompt, Json]], samples: int, mask: Callable[[], Mask] | None
+        self, prompts: Sequence[tuple[EncodedPrompt, GenerationConfig]], samples: int, mask: Callable[[], Mask] | None
     ) -> Answers:
-        """Asks for `samples` answers to each prompt with its options; `mask` creates the mask of an answer."""
+        """Asks for `samples` answers to each prompt with its config; `mask` creates the mask of an answer."""
         rows, held = len(prompts) * samples, sum(each.rows for each in self.open)
         require_field(rows <= self._most, "n", f"n = {rows} answers: at most {self._most} may wait or be written")
         busy = f"{held} answers wait or are written, and {rows} more are requested: at most {self._most} may"
@@ -109,9 +110,9 @@ class AnswerCounter:
 
         def ask() -> None:
             for i in range(rows):  # as the rows of `generate`
-                prompt, options = prompts[i // samples]
-                given = {**options, "sample": i, "mask": mask and mask()}
-                answers.streams.append(self._engine.ask(prompt.document, prompt.tokens, **given))
+                prompt, config = prompts[i // samples]
+                stream = self._engine.ask(prompt.document, prompt.tokens, config, sample=i, mask=mask and mask())
+                answers.streams.append(stream)
 
         asking = asyncio.ensure_future(run_in_threadpool(ask))
         try:

@@ -63,12 +63,12 @@ class Request:
     @property
     def max_new_tokens(self) -> int:
         """Most tokens of the answer."""
-        return 0 if self.stream is None else self.stream.options.max_new_tokens
+        return 0 if self.stream is None else self.stream.config.max_new_tokens
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities of its tokens are requested."""
-        return self.stream is not None and self.stream.options.logprobs is not None
+        return self.stream is not None and self.stream.config.logprobs is not False
 
     @property
     def tokens(self) -> list[int]:
@@ -239,16 +239,17 @@ class Batch:
         own, start = without_free(self._wide(request.own)), on_host(request.own.start)
         request.slot, self.rows[slot] = slot, request
         self._fit()
-        options, vocabulary = request.stream.options, self._lm.config.vocab_size
+        config, vocabulary = request.stream.config, self._lm.config.vocab_size
         seen = None
         if self._state.seen is not None:
             seen = np.zeros(vocabulary, bool)
             seen[request.tokens] = True
         stops = np.full(self._state.stop_tokens.shape[1], vocabulary, np.int32)
-        stops[: len(options.stop_tokens)] = options.stop_tokens
-        key = jax.random.fold_in(jax.random.key(options.seed), request.sample)
+        of_request = list(config.stop_token_ids or ())
+        stops[: len(of_request)] = of_request
+        key = jax.random.fold_in(jax.random.key(config.seed), request.sample)
         allowed = None if seen is None else self._allowed([request])[0]
-        drawing = RowSampling(key, seen, stops, np.int32(options.min_new_tokens), allowed)  # type: ignore[arg-type]
+        drawing = RowSampling(key, seen, stops, np.int32(config.min_new_tokens), allowed)  # type: ignore[arg-type]
         row = np.int32(slot), np.int32(len(request.tokens)), request.logits, drawing, self._sampling([request])
         state = dataclasses.replace(self._state, cache=without_free(self._state.cache))
         state, said = programs.admit.run(self._bare_lm, state, own, *row)
@@ -308,18 +309,18 @@ class Batch:
 
     def _fit(self) -> None:
         """Adapts the state's optional arrays to its rows: an unused one costs time."""
-        rows = [request.stream.options for request in self.requests if request.stream is not None]
+        streams = [request.stream for request in self.requests if request.stream is not None]
         count, vocabulary = len(self.rows), self._lm.config.vocab_size
         state = self._state
-        stops = max(len(options.stop_tokens) for options in rows)
+        stops = max(len(stream.config.stop_token_ids or ()) for stream in streams)
         if stops > state.stop_tokens.shape[1]:
             wide = ((0, 0), (0, bucket_length(stops, 1) - state.stop_tokens.shape[1]))
             state = dataclasses.replace(state, stop_tokens=jnp.pad(state.stop_tokens, wide, constant_values=vocabulary))
-        if all(options.sampling == Sampling() for options in rows) and not self.has_masks:
+        if all(stream.sampling == Sampling() for stream in streams) and not self.has_masks:
             state = dataclasses.replace(state, seen=None)
         elif state.seen is None:
             state = dataclasses.replace(state, seen=jnp.zeros((count, vocabulary), bool))
-        most = max(options.logprobs or 0 for options in rows)
+        most = max(stream.config.num_logprobs or 0 for stream in streams)
         if not most:
             state = dataclasses.replace(state, top=None)
         elif state.top is None or state.top[0].shape[-1] < most:
@@ -359,7 +360,7 @@ class Batch:
         if self._state.seen is None:  # all are greedy, and have no mask
             return Sampling()
         streams = [None if request is None else request.stream for request in requests]
-        rows = [Sampling() if stream is None else stream.options.sampling for stream in streams]
+        rows = [Sampling() if stream is None else stream.sampling for stream in streams]
         off = {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
         arrays: dict[str, Any] = {}
         for name, value in off.items():

@@ -12,16 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import jax
 
 from tca_jax.engine.cache import memory_bytes
+from tca_jax.engine.generation_config import GenerationConfig, GenerationOptions
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompt, require_positions
 from tca_jax.engine.read import page_bytes
-from tca_jax.engine.request import AnswerOptions
-from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, check_integer, require
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
@@ -355,27 +354,19 @@ class Engine:
         self,
         document: str | None,
         prompt: Prompt,
+        config: GenerationConfig | None = None,
         *,
-        max_new_tokens: int = 256,
-        min_new_tokens: int = 0,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int = 0,
         sample: int = 0,
-        stop: Any = (),
-        stop_token_ids: Any = None,
-        logprobs: bool | int = False,
         mask: Mask | None = None,
         keep: bool = False,
+        **options: Unpack[GenerationOptions],
     ) -> Stream:
-        """Asks about a document, or answers a prompt of its own. Options are those of `generate`.
+        """Asks about a document, or answers a prompt of its own.
 
         Args:
             document: Its id; None for none.
             prompt: Appended to the document as it is, as `generate` does with a context.
+            config: How the answer is drawn and where it ends.
             sample: Which of several answers this is: answer i of `generate(..., num_samples=n)`.
             mask: Called in the engine's thread before each token, with the new tokens of this answer, for a bool array
                 of the tokens that may come next; it must not call the engine. The answer ends where there are none, and
@@ -383,6 +374,7 @@ class Engine:
                 last one are known.
             keep: Whether document, prompt and answer become a document, for another turn: `Completion.document`. The
                 last token, which was drawn and not fed, is not part of it.
+            **options: Fields of `GenerationConfig`, which replace those of `config`.
 
         Returns:
             The answer while it is written.
@@ -391,32 +383,25 @@ class Engine:
             ValueError: an argument is not allowed, or the request can never fit; raised before anything runs.
             TypeError: an argument is of a wrong type.
         """
-        options = AnswerOptions.create(
-            self.lm,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
-            seed=seed,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            logprobs=logprobs,
-        )
+        config = GenerationConfig.of(config, options).for_model(self.lm)
+        samples = config.num_samples
+        require(samples == 1, f"num_samples = {samples}: must be 1; ask once for each answer, by its number as sample")
         check_integer("sample", sample, at_least=0)
         check_flag("keep", keep)
         known = mask is None or callable(mask)
         require(known, f"mask is of type {type(mask).__name__}: must be callable, or None", UserTypeError)
-        stream = Stream(self.lm, options, self._cancel, keep=keep)
+        stream = Stream(self.lm, config, self._cancel, keep=keep)
         if document is None:
             held, new = encode_prompt(self.lm, prompt), []
-            require_positions("prompt", len(held), options.max_new_tokens, self.lm)
+            require_positions("prompt", len(held), config.max_new_tokens, self.lm)
             stream.prompt_tokens = len(held)
             self._scheduler.require_pages(len(held))
         else:
             held = self._document(document).tokens
             (new,) = encode_appended(self.lm, [prompt], 1, lambda row: held, "prompt")
-            require_positions("prompt", len(new), options.max_new_tokens, self.lm, context_tokens=len(held))
+            require_positions("prompt", len(new), config.max_new_tokens, self.lm, context_tokens=len(held))
             stream.prompt_tokens, stream.document_tokens = len(new), len(held)
-        self._scheduler.require_room(len(held), len(new) + options.max_new_tokens)
+        self._scheduler.require_room(len(held), len(new) + config.max_new_tokens)
 
         def enter() -> None:
             found = self._found(held, named=False) if document is None else self._document(document)

@@ -12,11 +12,12 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.errors import Unsupported, UserError, explaining
 from tca_jax.serve.engine import DocumentInfo, DocumentInUse, EngineEnded, UnknownDocument
 from tca_jax.serve.streams import Completion
@@ -99,8 +100,18 @@ class StreamOptions(_Fields):
     include_obfuscation: bool = False  # changes nothing
 
 
-class Answering(_Fields):
-    """Fields that chats and completions share. The engine checks the bounds of the sampling options."""
+_SAME_NAMES = ("top_k", "top_p", "min_p", "repetition_penalty")  # fields of `GenerationConfig`, and of requests
+if TYPE_CHECKING:
+    _Drawing = _Fields
+else:
+    _hints, _given = get_type_hints(GenerationConfig), vars(GenerationConfig())
+    _Drawing = create_model(
+        "_Drawing", __base__=_Fields, **{name: (_hints[name], _given[name]) for name in _SAME_NAMES}
+    )
+
+
+class Answering(_Drawing):
+    """Fields that chats and completions share. `GenerationConfig` checks the bounds of its fields."""
 
     default_tokens: ClassVar[int | None] = None  # of an answer without `max_tokens`; None for the server's own number
 
@@ -116,16 +127,12 @@ class Answering(_Fields):
         _Tokens | None,
         _where(lambda most, given: given.get("max_tokens") in (None, most), "differs from max_tokens: give one"),
     ] = None
-    min_tokens: int = Field(0, ge=0)
-    stop: Annotated[
-        list[_Stop], Field(max_length=64, fail_fast=True), BeforeValidator(lambda x: x if isinstance(x, list) else [x])
-    ] = []
+    min_tokens: int = 0
+    stop: Annotated[list[_Stop], BeforeValidator(lambda x: x if isinstance(x, list) else [x])] = Field(
+        [], max_length=64, fail_fast=True
+    )
     seed: int = Field(default_factory=lambda: secrets.randbelow(2**32))
     temperature: float = 1.0
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     presence_penalty: _NoPenalty = None
     frequency_penalty: _NoPenalty = None
     logit_bias: Annotated[Any, _only("must be empty", *_EMPTY)] = None
@@ -248,15 +255,15 @@ class DocumentRequest(_Fields):
     ] = None
 
 
-def answer_options(request: ChatRequest | CompletionRequest, max_new_tokens: int) -> Json:
-    """The options of `Engine.ask` in a request."""
+def generation_config(request: ChatRequest | CompletionRequest, max_new_tokens: int) -> GenerationConfig:
+    """How the answers to a request are drawn. ValueError where a field is not allowed."""
     top = request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs
-    return {
-        "max_new_tokens": max_new_tokens,
-        "min_new_tokens": request.min_tokens,
-        "logprobs": top or (request.logprobs is not None and request.logprobs is not False),
-        **request.model_dump(include={"stop", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}),
-    }
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=request.min_tokens,
+        logprobs=top or (request.logprobs is not None and request.logprobs is not False),
+        **request.model_dump(include={"stop", "seed", "temperature", *_SAME_NAMES}),
+    )
 
 
 _Request = TypeVar("_Request", bound=BaseModel)

@@ -324,7 +324,7 @@ class Scheduler:
             request.streamed += new
             own: list[float] = []
             likeliest: list[Any] = []
-            if (wanted := stream.options.logprobs) is not None:
+            if (wanted := stream.config.num_logprobs) is not None:
                 own = logprobs[slot, :new].tolist()
             if wanted:
                 ids, values = (x[slot, :new, :wanted].tolist() for x in top)
@@ -340,8 +340,8 @@ class Scheduler:
         """Computes the mask of an answer, if it has one, for the next token; whether the answer goes on."""
         if request.mask is None or request.stream is None:
             return True
-        options, vocabulary = request.stream.options, self._lm.config.vocab_size
-        stops = options.stop_tokens if request.streamed < options.min_new_tokens else ()
+        config, vocabulary = request.stream.config, self._lm.config.vocab_size
+        stops = (config.stop_token_ids or ()) if request.streamed < config.min_new_tokens else ()
         request.allowed = packed_mask(request.mask, request.stream.tokens, vocabulary, stops)
         if request.allowed is None:
             self._leave(request, "stop")

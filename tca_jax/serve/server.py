@@ -200,7 +200,7 @@ class Server:
         kind: type[protocol.Chat],
         mask: Callable[[], Mask] | None = None,
     ) -> Response:
-        asked = [(each, protocol.answer_options(wanted, self._max_tokens(wanted, each))) for each in prompts]
+        asked = [(each, protocol.generation_config(wanted, self._max_tokens(wanted, each))) for each in prompts]
         answers, form = await self._answers.ask(asked, wanted.n, mask), kind(self._settings.model, self._lm.tokenizer)
         if wanted.stream:
             return _Events(self._events(answers, form, wanted.stream_options.include_usage), answers)

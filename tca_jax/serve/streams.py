@@ -11,9 +11,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal
 
+from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import require_tokenizer
-from tca_jax.engine.request import Answer, AnswerOptions, AnswerReader, certain_characters
+from tca_jax.engine.request import Answer, AnswerReader, certain_characters
 from tca_jax.errors import require
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -47,9 +48,11 @@ class Stream:
     string is held back.
     """
 
-    def __init__(self, lm: LM, options: AnswerOptions, cancel: Callable[[Stream], None], *, keep: bool = False) -> None:
-        self.options, self.keep, self._cancel = options, keep, cancel
-        self._reader = AnswerReader(lm, options.stop, options.stop_tokens, options.min_new_tokens)
+    def __init__(
+        self, lm: LM, config: GenerationConfig, cancel: Callable[[Stream], None], *, keep: bool = False
+    ) -> None:
+        self.config, self.sampling, self.keep, self._cancel = config, config.sampling, keep, cancel
+        self._reader = AnswerReader(lm, config)
         self._lock, self._reading = threading.Lock(), threading.Lock()  # of what is below; of the reader
         self._listeners: list[Callable[[], object]] = []
         self._tokens: list[int] = []
@@ -174,13 +177,13 @@ class Stream:
     def _piece(self, sent: int) -> tuple[str, bool]:
         """Text after the characters that were handed out, and whether it is the last."""
         answer, reason = self._read()
-        certain = certain_characters(answer, self.options.stop, finished=reason is not None)
+        certain = certain_characters(answer, self.config.stop, finished=reason is not None)
         return (answer.text or "")[sent : max(sent, certain)], reason is not None
 
     def _completion(self) -> Completion:
         """The answer, which has ended."""
         answer, reason = self._read()
-        count, options = len(answer.tokens), self.options
+        count, most = len(answer.tokens), self.config.num_logprobs
         return Completion(
             tokens=answer.tokens,
             finish_reason=reason or "length",
@@ -189,8 +192,8 @@ class Stream:
             document=self.document,
             seconds_to_first_token=max(0.0, self.first_token_at - self.asked),
             seconds=max(0.0, self.last_token_at - self.asked),
-            logprobs=None if options.logprobs is None else self._logprobs[:count],
-            top_logprobs=[of[: options.logprobs] for of in self._top[:count]] if options.logprobs else None,
+            logprobs=None if most is None else self._logprobs[:count],
+            top_logprobs=[of[:most] for of in self._top[:count]] if most else None,
             _text=answer.text,
         )
 

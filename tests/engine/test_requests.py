@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 import types
+from typing import get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_che
 import tca_jax
 from tca_jax.engine import generation
 from tca_jax.engine import request as request_module
+from tca_jax.engine.generation_config import GenerationOptions, option_help
 from tca_jax.engine.score import score_answers
 from tca_jax.models.decoder import Decoder
 
@@ -44,6 +46,23 @@ def test_log_probabilities_are_the_models_own(lm):
     stop = out.tokens[0][1]
     short = tca_jax.generate(full, prompt, max_new_tokens=4, temperature=1.5, logprobs=3, stop_token_ids=[stop])
     assert len(short.tokens[0]) == len(short.logprobs[0]) == len(short.top_logprobs[0]) < 4
+
+
+@pytest.mark.integration
+def test_a_config_and_keywords_agree(written):
+    config = tca_jax.GenerationConfig(max_new_tokens=9, temperature=2.0, seed=1, num_samples=2, logprobs=1)
+    out = tca_jax.generate(written, "hello", config, seed=5)
+    own = tca_jax.generate(written, "hello", **{**dataclasses.asdict(config), "seed": 5})
+    assert (out.tokens, out.top_logprobs) == (own.tokens, own.top_logprobs)
+    assert out.tokens != tca_jax.generate(written, "hello", config).tokens
+    pieces = list(tca_jax.stream(written, "hello", config, seed=5))
+    assert ["".join(of_answer) for of_answer in zip(*pieces, strict=True)] == out.text
+
+
+def test_type_checkers_see_all_options():
+    config, options = map(get_type_hints, (tca_jax.GenerationConfig, GenerationOptions))
+    assert options == config
+    assert option_help().keys() == config.keys()
 
 
 @pytest.mark.integration
@@ -120,17 +139,9 @@ class Letters:
 
 def request_of(lm, parts, stop, min_new_tokens=0, stop_token_ids=()):
     model = dataclasses.replace(lm, tokenizer=Letters(*parts))
-    return request_module.Request.create(
-        model,
-        [[1, 2]],
-        max_new_tokens=len(parts),
-        min_new_tokens=min_new_tokens,
-        sampling=tca_jax.Sampling(),
-        seed=0,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        backend="auto",
-    )
+    options = {"min_new_tokens": min_new_tokens, "stop": stop, "stop_token_ids": stop_token_ids}
+    config = tca_jax.GenerationConfig(max_new_tokens=len(parts), **options)
+    return request_module.Request.create(model, [[1, 2]], None, config, "auto")
 
 
 def state_after(step, parts):
@@ -186,7 +197,7 @@ def test_pieces_never_repeat(lm, parts, stop, monkeypatch):
     request = request_of(lm, parts, stop)
     stand_in = types.SimpleNamespace(
         rows=1,
-        stop=stop,
+        config=request.config,
         lm=lm,
         decode_seconds=0,
         start=lambda: 1,

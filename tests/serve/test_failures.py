@@ -18,8 +18,6 @@ from tiny import random_prompt, tiny_lm, with_candidates, write_checkpoint
 
 import tca_jax
 from tca_jax.engine import extend, read
-from tca_jax.engine.request import AnswerOptions
-from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
 from tca_jax.serve import Engine, documents, programs
 from tca_jax.serve.server import Server, Settings
@@ -330,8 +328,8 @@ def speaking(tmp_path_factory):
 
 
 def stream_of(lm, cancel=lambda stream: None, **options):
-    options = {"max_new_tokens": 9, "seed": 0, "stop": (), "stop_token_ids": (), **options}
-    return Stream(lm, AnswerOptions.create(lm, sampling=Sampling(), **options), cancel)
+    config = tca_jax.GenerationConfig(**{"max_new_tokens": 9, "stop_token_ids": (), **options})
+    return Stream(lm, config, cancel)
 
 
 def test_the_first_end_of_a_stream_stands(speaking):
