@@ -7,12 +7,12 @@ compilation cache. `... calibrate MODEL --to FOLDER --out FILE` calibrates and s
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,7 +56,8 @@ def _first(lm: LM, ids: Sequence[int], compilations: Compilations, prefix: str) 
     for _ in stream:
         pass
     spent = {name: seconds - before.get(name, 0.0) for name, seconds in compilations.by_program.items()}
-    parts = {part: sum(s for name, s in spent.items() if part in name) for part in ("prefill", "decode")}
+    names = {"prefill": "read", "decode": "decode"}  # of programs
+    parts = {part: sum(s for program, s in spent.items() if name in program) for part, name in names.items()}
     parts["other"] = sum(spent.values()) - sum(parts.values())
     record |= {f"compile_{part}": seconds for part, seconds in parts.items()}
     record["programs"] = compilations.count - count
@@ -80,28 +81,20 @@ def answer(
         for name, folder in [("full", None), *profiles]:
             other = following[name] if folder and len(profiles) > 1 else None
             with tempfile.TemporaryDirectory() as cache:
-                arguments = [str(each or "") for each in (model, folder, other, length, second, texts)]
-                environment = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-                command = [sys.executable, "-m", "tca_jax.lab.evaluation.first_answer", "one", *arguments]
-                done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-            if done.returncode:
-                print(f"{name} at {length} failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+                os.environ |= {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                    found = process.submit(measure, model, folder, other, length, second, texts)
+            if error := found.exception():
+                print(f"{name} at {length} failed: {error}", flush=True)
                 continue
             common = {"stick": STICK, "tokens": length, "method": name, "share": None, "seed": 0, "second": second}
-            _add(out, common | json.loads(done.stdout.strip().splitlines()[-1]))
+            _add(out, common | found.result())
     print(table(sticks.read_records(out, STICK)))
 
 
 def _add(out: Path, record: Record) -> None:
     sticks.append(out, record)
     print(json.dumps(record), flush=True)
-
-
-@app.command("one", hidden=True)
-def one(model: str, profile: str, other: str, tokens: int, second: int, texts: str) -> None:
-    """One row, as JSON."""
-    own, following, folder = (Path(name) if name else None for name in (profile, other, texts))
-    print(json.dumps(measure(model, own, following, tokens, second, folder)))
 
 
 @app.command("calibrate")

@@ -31,11 +31,6 @@ _TUNING = (
     "where ends and repeated passages follow the cache. A tuned method attends to at most its given options' share. "
     "Seconds are those of all trials, with compilation, on {}; bytes are those of a context without answers."
 )
-_TUNING_BY_PROBES = (  # format 2
-    "On the calibration texts and probes of TCA. Excess: the largest of three losses over full attention's, in units "
-    "of calibration's tolerances. Prefill methods attend to at most TCA's share. Seconds are those of calibration and "
-    "of all trials, with compilation, on {}; bytes are those of a context without answers."
-)
 _ORIGIN = f"{_SUBSTITUTE} Not made from what the task's authors use, so not to be compared with published figures:"
 
 FORMAT = 3
@@ -103,9 +98,8 @@ class Results:
         return [read_json_object(path) for path in _finished((self.folder / TASKS).glob("*/*.json"))]
 
     def read_tuning(self) -> list[dict[str, Any]]:
-        """Trials of `--tune` by method, TCA included."""
-        records = map(read_json_object, _finished((self.folder / TUNING).glob("*.json")))
-        return [record for record in records if "trials" in record]
+        """Trials of `--tune` by method."""
+        return [read_json_object(path) for path in _finished((self.folder / TUNING).glob("*.json"))]
 
     def write_table(self, skipped: Sequence[str] = ()) -> None:
         """Writes table.md."""
@@ -205,24 +199,19 @@ def _text_table(records: Sequence[Record], length: int) -> list[str]:
 
 
 def _tuning_table(tuned: Sequence[Record]) -> list[str]:
-    """Given options and best trial of each tuned method; of format 2 TCA first, with the seconds of its calibration."""
-    rows, by_probes = [], any("answers_lost" in trial for record in tuned for trial in record["trials"])
-    for record in sorted(tuned, key=lambda record: record["method"] != "tca"):
+    """Given options and best trial of each tuned method."""
+    rows = []
+    for record in tuned:
         trials = record["trials"]
         best = next(trial for trial in trials if trial["spec"] == record["tuned"])
-        both = [("as calibrated", best)] if record["method"] == "tca" else [("defaults", trials[0]), ("tuned", best)]
-        for kind, trial in both:
+        for kind, trial in (("defaults", trials[0]), ("tuned", best)):
             spent = ["", ""] if kind == "defaults" else [str(len(trials)), f"{record['seconds']:.0f}"]
-            inside, behind = (f"{trial[name]:.4f}" for name in ("loss_inside", "loss_following"))
-            # Plus zero has no sign: without lost answers the share is -0.0.
-            lost = [f"{trial['answers_lost'] + 0.0:.1%}"] if by_probes else []
+            losses = (f"{trial[name]:.4f}" for name in ("excess", "loss_inside", "loss_following"))
             shares = (f"{trial[name]:.1%}" for name in ("held_share", "attended_share"))
-            label = f"{trial['spec']} ({kind})"
-            rows.append([label, f"{trial['excess']:.{2 if by_probes else 4}f}", inside, *lost, behind, *shares, *spent])
-    lost = ["answers lost"] if by_probes else []
-    heads = ["method", "excess", "loss inside", *lost, "loss behind", "KV bytes", "attended", "trials", "s"]
+            rows.append([f"{trial['spec']} ({kind})", *losses, *shares, *spent])
+    heads = ["method", "excess", "loss inside", "loss behind", "KV bytes", "attended", "trials", "s"]
     devices = " and ".join(sorted({record["device"] for record in tuned}))
-    return _section("Tuning", (_TUNING_BY_PROBES if by_probes else _TUNING).format(devices), heads, rows)
+    return _section("Tuning", _TUNING.format(devices), heads, rows)
 
 
 def _notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:

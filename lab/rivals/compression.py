@@ -164,13 +164,17 @@ def divided(
     return above + jnp.clip(room, 0, tied)
 
 
-def rival(name: str, policy: Callable[..., CachePolicy | PrefillPolicy]) -> Callable[..., Method]:
-    """The factory of a method whose options are those of a policy: in the cache under full attention, or in prefill."""
+def rival(
+    name: str,
+    policy: Callable[..., CachePolicy | PrefillPolicy],
+    prefill: Callable[[CachePolicy], PrefillPolicy] = lambda cache: FullPrefill(),
+) -> Callable[..., Method]:
+    """The factory of a method whose options are those of a policy: of the cache beside `prefill`, or of prefill."""
 
     def factory(**options: Any) -> Method:
         made = policy(**options)
         if isinstance(made, CachePolicy):
-            return Method(name, FullPrefill(), made)
+            return Method(name, prefill(made), made)
         return Method(name, made, FullCache())
 
     of_the_model = {field.name for field in dataclasses.fields(policy) if not field.repr}  # type: ignore[arg-type]

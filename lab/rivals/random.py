@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
 from tca_jax.errors import check_geometry, check_number, check_seed
-from tca_jax.methods.base import CachePolicy, Heads, Layer, Method
+from tca_jax.lab.rivals.compression import rival
+from tca_jax.methods.base import CachePolicy, Heads, Layer
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend
@@ -68,7 +69,4 @@ class RandomCache(CachePolicy):
         return jax.vmap(jax.vmap(lambda own: jax.random.uniform(own, (self.block_size,))))(keys)
 
 
-def random(share: float = 0.25, window: int = 4096, block_size: int = 128, seed: int = 0) -> Method:
-    """Random tokens and a window, for the prompt's queries and for the cache."""
-    cache = RandomCache(share, window, block_size, seed)
-    return Method("random", SparsePrefill(cache), cache)
+random = rival("random", RandomCache, SparsePrefill)
