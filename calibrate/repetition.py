@@ -124,7 +124,7 @@ def _read_layer(
     def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
         return causal_attention(q, k, v, lengths), (k, v)
 
-    after, (k, v), _ = module(x, cos, sin, attention, None)
+    after, (k, v) = module(x, cos, sin, attention, None)
     text = jnp.arange(x.shape[1]) < lengths[0]
     hidden = jnp.where(text[:, None], module.attention_norm(x), 0)
     return after, LayerInputs(hidden, *(jnp.where(text[:, None, None], each, 0) for each in (k, v)))
@@ -218,7 +218,7 @@ def _differentiate_layer(
             out = jax.lax.map(jax.checkpoint(_attend_row), stacked).reshape(q.shape)
             return out + added.astype(out.dtype), (stacked, out)
 
-        return module(x, cos, sin, attention, None)[:2]
+        return module(x, cos, sin, attention, None)
 
     _, pullback, (stacked, out) = jax.vjp(layer, x, jnp.zeros((*x.shape[:2], *heads), jnp.float32), has_aux=True)
     before, slope = pullback(cotangent)

@@ -215,7 +215,7 @@ def _read_layer(
             out, pairs = method.prefill.attend(layer, heads, q, k, v, lengths, selected, "auto")
         return out, LayerRead(q, k, v, pairs / causal_pairs(lengths), scores)
 
-    return module(x, cos, sin, attention, None)[:2]
+    return module(x, cos, sin, attention, None)
 
 
 @functools.partial(attention_program, static=("rows",))

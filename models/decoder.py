@@ -21,7 +21,6 @@ from tca_jax.models.rope import apply_rope, rope_cos_sin
 
 # (layer, q [B, L, Hq, d], k [B, L, Hkv, d], v [B, L, Hkv, d], state) -> (out [B, L, Hq, d], new state)
 Attention = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
-_Projections = tuple[Array, Array, Array]  # q [B, L, Hq, d], k and v [B, L, Hkv, d]
 
 _INIT_STD = 0.02
 _CHUNK_ELEMENTS = 2**27  # of the MLP's inner width times the tokens of a chunk: 256 MiB in bfloat16
@@ -105,39 +104,13 @@ class SelfAttention(nnx.Module):
         x: Float[Array, "*tokens D"],
         cos: Float[Array, "*tokens half"],
         sin: Float[Array, "*tokens half"],
-    ) -> _Projections:
+    ) -> tuple[Float[Array, "*tokens Hq d"], Float[Array, "*tokens Hkv d"], Float[Array, "*tokens Hkv d"]]:
         """Queries, keys and values of the tokens, with QK norm and RoPE applied."""
         with jax.named_scope("qkv"):
             by_kv_head = self.qkv(x)
             q = by_kv_head[..., :-2, :].reshape(*x.shape[:-1], -1, self.head_dim)
             k, v = by_kv_head[..., -2, :], by_kv_head[..., -1, :]
         return _norm_and_rotate(q, self.q_norm, cos, sin), _norm_and_rotate(k, self.k_norm, cos, sin), v
-
-    def keys_and_values(
-        self,
-        project: Callable[[Array], Array],
-        x: Float[Array, "*tokens D"],
-        cos: Float[Array, "*tokens half"],
-        sin: Float[Array, "*tokens half"],
-    ) -> tuple[Float[Array, "*tokens Hkv d"], Float[Array, "*tokens Hkv d"]]:
-        """As `self.project`, without queries; `project` is what `key_value_projection` gives."""
-        with jax.named_scope("kv"):
-            y = project(x)
-        return _norm_and_rotate(y[..., 0, :], self.k_norm, cos, sin), y[..., 1, :]
-
-    def key_value_projection(self, dtype: DTypeLike) -> Callable[[Array], Array]:
-        """`[..., D]` to keys and values `[..., H_kv, 2, d]`, with a copy of their part of the weights."""
-        bias = None if self.qkv.bias is None else self.qkv.bias[...][..., -2:, :].astype(dtype)
-        if isinstance(self.qkv, QuantizedLinear):
-            codes, scale = self.qkv.codes[...][:, -2:], self.qkv.scale[...][:, -2:]
-            return lambda x: self.qkv.product(x, codes, scale, bias)
-        kernel = self.qkv.kernel[...][..., -2:, :].astype(dtype)
-
-        def project(x: Array) -> Array:
-            y = jnp.einsum("...D,Dhpd->...hpd", x, kernel, precision=precision_of(x.dtype))
-            return y if bias is None else y + bias
-
-        return project
 
     def output(self, out: Float[Array, "*tokens Hq d"]) -> Float[Array, "*tokens D"]:
         """The output projection, back to the residual stream."""
@@ -198,51 +171,21 @@ class DecoderLayer(nnx.Module):
         sin: Float[Array, "B L half"],
         attend: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
         state: Any,
-        buffers: _Projections | None = None,
-        indices: Int[Array, "B m"] | None = None,
-    ) -> tuple[Float[Array, "B _ D"], Any, _Projections]:
-        """Runs the layer.
+    ) -> tuple[Float[Array, "B L D"], Any]:
+        """The new residual stream and state; `attend(q, k, v, state)` returns the attention and the new state."""
 
-        `indices` are the tokens of each row that the caller needs (None for all); the others get keys and values only.
-        `buffers`, the queries, keys and values of the layer before, are overwritten.
-
-        Returns:
-            The new residual stream, `[B, L, D]` or with indices `[B, m, D]`, the new state, and the layer's queries,
-            keys and values for the next layer to overwrite.
-        """
-        if indices is None:
-            q, k, v = self._project(buffers, x, cos, sin)
-        else:
-            k, v = self._keys_and_values(None if buffers is None else buffers[1:], x, cos, sin)
-            x, cos, sin = (jnp.take_along_axis(each, indices[..., None], axis=1) for each in (x, cos, sin))
-            q, _, _ = self._project(None, x, cos, sin)
-        with jax.named_scope("attention"):
-            out, state = attend(q, k, v, state)
-        return self._after_attention(x, out.astype(x.dtype)), state, (q, k, v)
-
-    def _project(self, buffers: _Projections | None, x: Array, cos: Array, sin: Array) -> _Projections:
-        def function(_: Any, x: Array, cos: Array, sin: Array) -> _Projections:
+        def project(x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
             return self.attention.project(self.attention_norm(x), cos, sin)
 
-        return by_chunks(function, self.chunks, buffers, x, cos, sin)
-
-    def _keys_and_values(
-        self, buffers: tuple[Array, Array] | None, x: Array, cos: Array, sin: Array
-    ) -> tuple[Array, Array]:
-        project = self.attention.key_value_projection(x.dtype)  # outside of the loop over chunks
-
-        def function(_: Any, x: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-            return self.attention.keys_and_values(project, self.attention_norm(x), cos, sin)
-
-        return by_chunks(function, self.chunks, buffers, x, cos, sin)
-
-    def _after_attention(self, x: Array, out: Array) -> Array:
-        def function(x: Array, out: Array) -> Array:
+        def after_attention(x: Array, out: Array) -> Array:
             x = x + self.attention.output(out)
             with jax.named_scope("mlp"):
                 return x + self.mlp(self.mlp_norm(x))
 
-        return by_chunks(function, self.chunks, x, out)
+        q, k, v = by_chunks(project, self.chunks, x, cos, sin)
+        with jax.named_scope("attention"):
+            out, state = attend(q, k, v, state)
+        return by_chunks(after_attention, self.chunks, x, out.astype(x.dtype)), state
 
 
 class Decoder(nnx.Module):
@@ -288,11 +231,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B L"],
         attention: Attention,
         states: Sequence[Any],
-        *,
-        lengths: Int[Array, " B"] | None = None,
-        tail: int | None = None,
-        remat: bool = False,
-    ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...]]:
+    ) -> tuple[Float[Array, "B L D"], tuple[Any, ...]]:
         """Run all layers, unrolled.
 
         Args:
@@ -303,59 +242,25 @@ class Decoder(nnx.Module):
                 v [B, L, Hkv, d], state)`, with RoPE applied and queries unscaled (attention multiplies by
                 1 / sqrt(d)); returns `(out [B, L, Hq, d], new state)`.
             states: What each layer's attention gets as `state`, one entry per layer: a pytree, or None.
-            lengths: `[B]` tokens of each row without padding; needed with `tail`, otherwise unused.
-            tail: Return hidden states of the last m = `tail` tokens of each row only; static. The last layer then
-                computes keys and values only for the other tokens: its attention gets q `[B, m, Hq, d]` with k and v
-                of all tokens, and returns `[B, m, Hq, d]`. In a row of fewer than m tokens the first results repeat
-                that of its first token.
-            remat: Recompute each layer in the backward pass instead of keeping its activations (training).
 
         Returns:
-            Hidden states after the final norm, `[B, L, D]`, or with `tail` `[B, m, D]`: those of tokens lengths - m to
-            lengths - 1. And the layers' new states.
+            Hidden states after the final norm, `[B, L, D]`, and the layers' new states.
 
         Raises:
             ValueError: `states` does not have one entry per layer.
         """
         must = f"must be one for each of {self.config.num_layers} layers"
         require(len(states) == self.config.num_layers, f"states has {len(states)} entries: {must}")
-        options: dict[str, Any] = {"lengths": lengths, "tail": tail, "remat": remat}
-        x, new_states = self.run_layers(self.embed(tokens), positions, attention, states, **options)
-        return self.final_norm(x), new_states
-
-    def run_layers(
-        self,
-        x: Float[Array, "B L D"],
-        positions: Int[Array, "B L"],
-        attention: Attention,
-        states: Sequence[Any],
-        *,
-        first: int = 0,
-        lengths: Int[Array, " B"] | None = None,
-        tail: int | None = None,
-        remat: bool = False,
-    ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...]]:
-        """Run neighbouring layers from number `first` on, one for each entry of `states`.
-
-        From the residual stream in front of them (`embed`) to that behind them, with their new states. All else is as
-        for `__call__`; `tail` counts if the model's last layer is among these.
-        """
-        indices = None if tail is None or lengths is None else _last_indices(lengths, tail)
+        x, new_states = self.embed(tokens), []
         cos, sin = self.angles(positions)
-        new_states, buffers = [], None
-        for index, state in enumerate(states, first):
-            run = _layer_function(self.layers[index], functools.partial(attention, index))
-            wanted = indices if index == self.config.num_layers - 1 else None
+        for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                if remat:  # the backward pass keeps the layer's inputs and nothing else
-                    x, state, _ = jax.checkpoint(run)(x, cos, sin, state, None, wanted)
-                else:
-                    x, state, buffers = run(x, cos, sin, state, buffers, wanted)
+                x, state = layer(x, cos, sin, functools.partial(attention, index), state)
             new_states.append(state)
-        return x, tuple(new_states)
+        return self.final_norm(x), tuple(new_states)
 
     def final_norm(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        """Hidden states, from the residual stream behind the last layer."""
+        """Hidden states, from the residual stream after the last layer."""
         with jax.named_scope("final_norm"):
             return self.norm(x)
 
@@ -386,24 +291,6 @@ class Decoder(nnx.Module):
                 precision=precision_of(hidden.dtype),
                 preferred_element_type=jnp.float32,
             )
-
-
-def _layer_function(
-    layer: DecoderLayer, attend: Callable[[Array, Array, Array, Any], tuple[Array, Any]]
-) -> Callable[..., tuple[Array, Any, _Projections]]:
-    """The layer as a function of arrays only, as `jax.checkpoint` needs it."""
-
-    def run(
-        x: Array, cos: Array, sin: Array, state: Any, buffers: _Projections | None, indices: Array | None
-    ) -> tuple[Array, Any, _Projections]:
-        return layer(x, cos, sin, attend, state, buffers, indices)
-
-    return run
-
-
-def _last_indices(lengths: Int[Array, " B"], tail: int) -> Int[Array, "B m"]:
-    """Indices of the last `tail` tokens of each row; 0 for those that a shorter row does not have."""
-    return jnp.maximum(lengths[:, None] - tail + jnp.arange(tail), 0)
 
 
 def _norm_and_rotate(

@@ -19,49 +19,20 @@ from jaxtyping import Array, Float, Int, UInt32
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import Layout, Parameter, parameters
+from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import HeadOrders, inverse_orders, mesh_of, reorder_heads, settled, sum_over_parts
 
-# The hashed fields of the architecture. They never change, because profiles hold the result for years. The checkpoint's
-# dtype is not among them. A field that is not listed was added later, and is hashed only if it is not its default.
-_CONFIG_FIELDS = (
-    "family",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "max_positions",
-    "tie_embeddings",
-    "qkv_bias",
-    "o_bias",
-    "mlp_bias",
-    "qk_norm",
-)
-_ROPE_FIELDS = (
-    "type",
-    "theta",
-    "original_max_positions",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "truncate",
-    "attention_factor",
-)
-_NOT_HASHED = ("rope", "dtype_name")  # of the config: RoPE is hashed by its own fields
+#: Fields of the configs that are not hashed: RoPE has its own fields, and a checkpoint's dtype may change. All others
+#: are, in profiles that live for years: a field that is added later may count only where it is not its default.
+_NOT_HASHED = ("rope", "dtype_name")
 
 
 def fingerprint(decoder: Decoder, head_orders: HeadOrders | None = None) -> str:
     """Hash of the architecture and of every tensor of a checkpoint, rounded to what all loading dtypes can hold.
 
-    It does not depend on which tensors the decoder joins into one weight, nor on options that `ModelConfig` gains
-    later, so profiles stay valid. All loading dtypes can hold bfloat16 without the values below float16's normal
-    range. A checkpoint that is stored in float32 and loaded in float16 is rounded twice: this decoder has another
-    fingerprint, and `load_checkpoint` returns the checkpoint's.
+    It does not depend on which tensors the decoder joins into one weight. All loading dtypes can hold bfloat16 without
+    the values below float16's normal range. A checkpoint that is stored in float32 and loaded in float16 is rounded
+    twice: this decoder has another fingerprint, and `load_checkpoint` returns the checkpoint's.
 
     Each weight is read on its device: milliseconds on a GPU.
 
@@ -95,22 +66,18 @@ def tensor_checksums(parameter: Parameter, value: Float[Array, ...]) -> dict[str
 
 def combine(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], checksums: Mapping[str, Array]) -> str:
     """The fingerprint, of the checksum of each tensor of the checkpoint and of its shape, not transposed."""
-    digest = hashlib.sha256(json.dumps(_architecture(config), sort_keys=True).encode())
+    architecture = _hashed(config) | {"rope": _hashed(config.rope)}
+    digest = hashlib.sha256(json.dumps(architecture, sort_keys=True).encode())
     for name in sorted(checksums):
         digest.update(f"{name} {shapes[name]}".encode())
         digest.update(np.asarray(checksums[name], "<u4").tobytes())
     return digest.hexdigest()
 
 
-def _architecture(config: ModelConfig) -> dict[str, Any]:
-    """The canonical form of a config that is hashed."""
-    return _canonical(config, _CONFIG_FIELDS) | {"rope": _canonical(config.rope, _ROPE_FIELDS)}
-
-
-def _canonical(options: Any, frozen: tuple[str, ...]) -> dict[str, Any]:
-    later = [field for field in dataclasses.fields(options) if field.name not in (*frozen, *_NOT_HASHED)]
-    changed = [field.name for field in later if getattr(options, field.name) != field.default]
-    return {name: getattr(options, name) for name in (*frozen, *changed)}
+def _hashed(options: ModelConfig | RopeConfig) -> dict[str, Any]:
+    """The entries that are hashed."""
+    names = (field.name for field in dataclasses.fields(options) if field.name not in _NOT_HASHED)
+    return {name: getattr(options, name) for name in names}
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "axis", "spec", "mesh"))

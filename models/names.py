@@ -52,17 +52,12 @@ _LAYER, _HF_LAYER = r"layers\.(\d+)", r"model.layers.\1"
 
 
 def _projection(
-    module: str, parts: tuple[str, ...], output: int | None, *, by_head: bool = False, widths: Any = None
+    module: str,  # path in a layer
+    parts: tuple[str, ...],  # the checkpoint's names of what is joined
+    output: int | None,  # output axis that is split over a mesh; None for that of inputs
+    **of_row: Any,
 ) -> tuple[_Row, ...]:
-    """Rows of a projection: kernel `[in, *out]` and bias; in eight bits codes `[*out, in]` and scale `[*out]`.
-
-    Args:
-        module: Path in a layer.
-        parts: The checkpoint's names of what is joined.
-        output: The output axis that is split over a mesh; None for that of inputs.
-        by_head: See `_Row`.
-        widths: See there.
-    """
+    """Rows of a projection: kernel `[in, *out]` and bias; in eight bits codes `[*out, in]` and scale `[*out]`."""
     if output is None:
         kernel, codes, others = PartitionSpec(MODEL), PartitionSpec(None, MODEL), _WHOLE
     else:
@@ -79,9 +74,7 @@ def _projection(
             rf"{_LAYER}\.{module}\.{kind}",
             tuple(rf"{_HF_LAYER}.{part}.{suffix}" for part in parts),
             spec,
-            by_head and MODEL in spec,
-            widths=widths,
-            **options,
+            **(of_row | options | {"by_head": MODEL in spec and of_row.get("by_head", False)}),
         )
         for kind, (suffix, spec, options) in kinds.items()
     )

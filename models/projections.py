@@ -33,45 +33,34 @@ _LEAST_SCALE = 1e-30  # of vectors of zeros, too: its inverse is finite
 _FEW_WEIGHTS = 10_000_000  # with fewer, XLA computes a vector's product as a sum of elementwise products
 
 
-def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], buffers: Any, *inputs: Array) -> Any:
-    """`function(buffers, *inputs)`, where the function treats every token independently, a chunk of tokens at a time.
+def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], *inputs: Array) -> Any:
+    """`function(*inputs)`, where the function treats every token independently, a chunk of tokens at a time.
 
-    At 128K tokens the intermediates of the MLP would outweigh the weights. Results overwrite `buffers`, in place if
-    nothing else needs their values: with fresh buffers the compiler allocates those of all layers at the start, and a
-    model of 32 layers takes 90 GB more than it needs.
-
-    The function takes and returns arrays with any leading token axes; its results have the shapes of `buffers`, a
-    pytree of `[B, L, ...]` (None for fresh buffers). `sizes` are the tokens of the chunks in one step of the loop: none
-    depends on another, so the compiler may overlap them.
+    At 128K tokens the intermediates of the MLP would outweigh the weights. The function takes and returns arrays with
+    any leading token axes. `sizes` are the tokens of the chunks in one step of the loop: none depends on another, so
+    the compiler may overlap them.
     """
     batch, length = inputs[0].shape[:2]
     tokens, step = batch * length, sum(sizes)
     if tokens <= max(sizes):
-        return function(buffers, *inputs)
-    flatten = functools.partial(jax.tree.map, lambda x: x.reshape(-1, *x.shape[2:]))
-    flat_inputs = flatten(inputs)
+        return function(*inputs)
+    flat_inputs = [x.reshape(-1, *x.shape[2:]) for x in inputs]
 
-    def cut(arrays: Any, start: Any, size: int) -> Any:
-        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), arrays)
+    def of_chunk(start: Any, size: int) -> Any:
+        return function(*(jax.lax.dynamic_slice_in_dim(x, start, size) for x in flat_inputs))
 
     def write(start: Any, sizes: Sequence[int], results: Any) -> Any:
         """The results with those of the chunks of one step, which begins at token `start`."""
         starts = list(itertools.accumulate(sizes[:-1], initial=start))
-        chunks = list(zip(starts, sizes, strict=True))
-        old = [None if buffers is None else cut(results, *chunk) for chunk in chunks]
-        new = [function(x, *cut(flat_inputs, *chunk)) for chunk, x in zip(chunks, old, strict=True)]
-        for start, chunk in zip(starts, new, strict=True):
+        chunks = [of_chunk(*each) for each in zip(starts, sizes, strict=True)]
+        for start, chunk in zip(starts, chunks, strict=True):
             put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
             results = jax.tree.map(put, results, chunk)
         return results
 
-    if buffers is None:
-        # The first token's results are dead code: `full_like` needs only their types. Under `jax.shard_map` these say
-        # over which mesh axes the results vary, and a loop must start from values of the types that it ends with.
-        first = function(None, *cut(flat_inputs, 0, 1))
-        results = jax.tree.map(lambda x: jax.lax.full_like(x, 0, shape=(tokens, *x.shape[1:])), first)
-    else:
-        results = flatten(buffers)
+    # The first token's results are dead code: `full_like` needs only their types. Under `jax.shard_map` these say
+    # over which mesh axes the results vary, and a loop must start from values of the types that it ends with.
+    results = jax.tree.map(lambda x: jax.lax.full_like(x, 0, shape=(tokens, *x.shape[1:])), of_chunk(0, 1))
     steps = tokens // step
     results = jax.lax.fori_loop(0, steps, lambda i, results: write(i * step, sizes, results), results)
     if rest := tokens - steps * step:
@@ -161,18 +150,8 @@ class QuantizedLinear(nnx.Module):
         self.dtype, self.finish = jnp.dtype(dtype), finish
 
     def __call__(self, x: Float[Array, "*tokens n"]) -> Float[Array, "*tokens *out"]:
-        return self.product(x, self.codes[...], self.scale[...], None if self.bias is None else self.bias[...])
-
-    def product(
-        self,
-        x: Float[Array, "*tokens n"],
-        codes: Num[Array, "*out n"],
-        scale: Float32[Array, "*out"],
-        bias: Array | None,
-    ) -> Float[Array, "*tokens *out"]:
-        """The product with some of the weights, or all."""
-        y = self.finish(quantized_product(x.astype(self.dtype), codes, scale))
-        return y if bias is None else y + bias.astype(self.dtype)
+        y = self.finish(quantized_product(x.astype(self.dtype), self.codes[...], self.scale[...]))
+        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 
 def quantized_product(

@@ -87,7 +87,7 @@ def attention_program(attend: Callable[..., Any], *, inputs: Sequence[Any] = (),
         def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Any]:
             return attend(q, k, v, *arrays, **static)
 
-        return module(x, cos, sin, attention, None)[:2]
+        return module(x, cos, sin, attention, None)
 
     return layer_program(run, inputs=(SAME, SAME, SAME, *inputs), **options)
 

@@ -190,7 +190,7 @@ class Steps:
                 return out, rows
 
             with jax.named_scope(f"layer_{layer}"):
-                x, rows, _ = module(x, cos, sin, attention, rows)
+                x, rows = module(x, cos, sin, attention, rows)
         rows = rows.with_scores(jnp.stack(scores), positions, fed, start) if scores else rows
         logits = decoder.logits(decoder.final_norm(x)[:, 0])
         rows = dataclasses.replace(rows, start=start, length=jnp.where(fed, positions + 1, rows.length))

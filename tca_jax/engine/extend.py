@@ -161,7 +161,7 @@ def _feed_layer(
         state, out = jax.lax.scan(one_block, (rows, rows.start), (*parts[:3], firsts, parts[3]))
         return jnp.swapaxes(out, 0, 1).reshape(q.shape), (*state, q if queries else None)
 
-    x, filled, _ = module(x, cos, sin, attention, None)
+    x, filled = module(x, cos, sin, attention, None)
     return x, *filled
 
 

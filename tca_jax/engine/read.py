@@ -247,7 +247,7 @@ def _read_layer(
         (out, pairs), filled = jax.lax.optimization_barrier((attended, filled))
         return out, (pairs, filled)
 
-    x, (pairs, filled), _ = module(x, cos, sin, attention, None)
+    x, (pairs, filled) = module(x, cos, sin, attention, None)
     return x, shares + pairs / causal_pairs(lengths), filled
 
 

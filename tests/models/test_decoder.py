@@ -1,7 +1,6 @@
-"""The decoder in chunks, of its tail and in bfloat16."""
+"""The decoder in chunks and in bfloat16."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,73 +55,7 @@ def test_chunks_of_tokens_change_nothing(chunk, config, monkeypatch):
     program = str(jax.make_jaxpr(hidden_states, static_argnums=0)(*arguments))
     assert program.count("scan[") == 2 * config.num_layers  # before attention and after it
     close = functools.partial(np.testing.assert_allclose, atol=1e-5)
-    jax.tree.map(close, hidden_states(*arguments), whole)  # and kept keys are not overwritten
-
-
-TAIL_LENGTHS = (11, 2, 7)
-
-
-def dense(lengths, tail, last_layer):
-    """Exact causal attention of a padded batch, of the last layer's tail where one is asked for."""
-
-    def attention(layer, q, k, v, state):
-        places = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
-        if tail is not None and layer == last_layer:
-            places = jnp.maximum(lengths[:, None] - tail + jnp.arange(tail), 0)
-        visible = jnp.arange(k.shape[1]) <= places[:, None, :, None]
-        return jax.nn.dot_product_attention(q, k, v, mask=visible), q.shape
-
-    return attention
-
-
-def of_tail(decoder, tail):
-    """Hidden states and the shapes of the queries that each layer's attention got."""
-    lengths = jnp.asarray(TAIL_LENGTHS)
-    tokens, places = inputs(decoder.config, rows=3)
-    positions = jnp.minimum(places, lengths[:, None] - 1)
-    attention = dense(lengths, tail, decoder.config.num_layers - 1)
-    return decoder(tokens, positions, attention, NO_STATES, lengths=lengths, tail=tail)
-
-
-def compiled_tail(config, tail):
-    """The same of random weights, biases and norms too, as one compiled program."""
-    shapes: Any = None
-
-    @jax.jit
-    def run(decoder):
-        nonlocal shapes
-        hidden, shapes = of_tail(decoder, tail)
-        return hidden
-
-    decoder = random_decoder(config, lambda rng, shape: 0.3 * rng.standard_normal(shape))
-    return run(decoder), shapes
-
-
-# 33 tokens, at once or in four chunks and the rest; 16 are more than a row has.
-@pytest.mark.parametrize(
-    ("family", "rope_type", "options", "tail", "chunk"),
-    [
-        ("llama", "llama3", {}, 1, None),
-        ("llama", "default", {"attention_bias": True, "mlp_bias": True}, 3, 8),
-        ("qwen2", "dynamic", {}, 16, 8),
-        ("qwen3", "yarn", {}, 3, 8),
-        ("qwen3", "default", {"attention_bias": True, "num_hidden_layers": 1}, 1, None),
-    ],
-)
-def test_the_tail_ends_all_hidden_states(family, rope_type, options, tail, chunk, config_entries, monkeypatch):
-    config = ModelConfig.from_hf(config_entries(family, rope_type, **options))
-    monkeypatch.setattr(f"{__name__}.NO_STATES", (None,) * config.num_layers)
-    whole, _ = compiled_tail(config, None)
-    if chunk is not None:
-        monkeypatch.setattr(decoder_module, "_CHUNK_ELEMENTS", chunk * config.intermediate_size)
-    hidden, query_shapes = compiled_tail(config, tail)
-    heads = (config.num_heads, config.head_dim)
-    assert query_shapes == (*((3, 11, *heads),) * (config.num_layers - 1), (3, tail, *heads))
-    assert hidden.shape == (3, tail, config.hidden_size)
-    assert bool(jnp.isfinite(hidden).all())
-    for row, length in enumerate(TAIL_LENGTHS):
-        kept = min(tail, length)
-        np.testing.assert_allclose(hidden[row, -kept:], whole[row, length - kept : length], rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, hidden_states(*arguments), whole)
 
 
 def test_norms_round_once(config):
