@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 #: Turns a logarithm to base e into one to base 2.
 LOG2E = math.log2(math.e)
@@ -25,12 +25,14 @@ def divide_up(value: Any, by: Any) -> Any:
 
 
 def prefix_schedule(
-    budgets: Int[Array, "B Hkv nb"], num_blocks: int, window_blocks: int
+    budgets: Int[Array, "B Hkv nb"], num_blocks: int, window_blocks: int, far: Float[Array, "B Hkv"] | float = 0.0
 ) -> tuple[Int[Array, "B Hkv N"], Int[Array, " regions"]]:
-    """Selected tokens left of each block's window, and the regions, largest first."""
+    """Selected tokens left of each block's window, and the regions in order of these and `far` keys, most first."""
     ends = jnp.pad(jnp.cumsum(budgets, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
     edges = jnp.clip(jnp.arange(num_blocks) - window_blocks, 0, budgets.shape[-1])
-    return ends[..., edges], jnp.argsort(-ends[..., -1].ravel()).astype(jnp.int32)
+    prefixes = ends[..., edges]
+    work = prefixes.sum(axis=-1, dtype=jnp.float32) + far
+    return prefixes, jnp.argsort(-work.ravel()).astype(jnp.int32)
 
 
 def lengths_by_head(lengths: Int[Array, " B"] | Int[Array, "B Hkv"], kv_heads: int) -> Int[Array, "B Hkv"]:

@@ -23,6 +23,7 @@ from tca_jax.pallas_kernels.kernel_math import LOG2E
 ROWS = 64  # query rows of a warpgroup: one wgmma tile
 TILE = 128  # query rows of a program, and tokens of a K or V tile
 _WARPGROUPS = 2  # that compute; one more moves memory
+_STAGES = 2  # K and V tiles in flight; each takes 512 d bytes of shared memory
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
 
 
@@ -41,17 +42,12 @@ def mosaic_call(
     operands: tuple[Array, ...],
     *,
     name: str,
-    stages: int,
+    biased: bool = False,  # whether some tiles have a bias for each key
 ) -> Array:
-    """Runs one program a query tile and head; the output has the shape of the queries, the first operand.
+    """Runs one program per query tile and head; the output has the shape of the queries, the first operand.
 
-    Args:
-        find_work: Takes the refs and gives what the program works on.
-        compute: Called in each compute warpgroup with the refs, the shared memory, the work and the warpgroup's number.
-        move: Called in the memory warpgroup with the refs, the shared memory and the work.
-        operands: Queries, keys, values, and what else the program reads.
-        name: The kernel's name in profiles.
-        stages: K and V tiles in flight; each takes 512 d bytes of shared memory.
+    `find_work` maps the refs to the program's work. `compute` runs in each compute warpgroup with the refs, the shared
+    memory, the work and the warpgroup's number; `move` runs in the memory warpgroup without the number.
     """
 
     def program(refs: Any, scoped: Any) -> None:
@@ -63,10 +59,11 @@ def mosaic_call(
         tile, head_dim = swizzled(refs[0].dtype), refs[0].shape[3]
         pl.run_scoped(
             lambda *scoped: program(refs, scoped),
-            (tile((_WARPGROUPS, ROWS, head_dim)), *(tile((stages, TILE, head_dim)),) * 2),
-            (plgpu.Barrier(num_barriers=_WARPGROUPS), *(plgpu.Barrier(num_barriers=stages),) * 2),
-            (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 2,
+            (tile((_WARPGROUPS, ROWS, head_dim)), *(tile((_STAGES, TILE, head_dim)),) * 2),
+            (plgpu.Barrier(num_barriers=_WARPGROUPS), *(plgpu.Barrier(num_barriers=_STAGES),) * 2),
+            (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),) * 2,
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
+            (plgpu.SMEM((_STAGES, TILE), jnp.float32), plgpu.Barrier(num_barriers=_STAGES)) if biased else (),
             collective_axes="wg",
         )
 
@@ -89,13 +86,16 @@ def start_moving() -> None:
     plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
 
-def fetch(scoped: Any, stages: int, step: Any, k_tile: Any, v_tile: Any) -> None:
+def fetch(scoped: Any, step: Any, k_tile: Any, v_tile: Any, bias_tile: Any = None) -> None:
     """Fills the next free slot of K and V as soon as both compute warpgroups have read it."""
-    (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), _ = scoped
-    slot = lax.rem(step, jnp.int32(stages))
-    reused = step >= stages
+    (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), _, biases = scoped
+    slot = lax.rem(step, jnp.int32(_STAGES))
+    reused = step >= _STAGES
     pl.when(reused)(lambda: plgpu.barrier_wait(k_read.at[slot]))
     plgpu.copy_gmem_to_smem(k_tile, k_smem.at[slot], k_ready.at[slot])
+    if bias_tile is not None:  # read with K, before K's slot is free
+        bias_smem, bias_ready = biases
+        plgpu.copy_gmem_to_smem(bias_tile, bias_smem.at[slot], bias_ready.at[slot])
     pl.when(reused)(lambda: plgpu.barrier_wait(v_read.at[slot]))
     plgpu.copy_gmem_to_smem(v_tile, v_smem.at[slot], v_ready.at[slot])
 
@@ -106,25 +106,19 @@ def attend(
     work: Any,
     warpgroup: Any,
     *,
-    stages: int,
     first: Any,
     lowest: float,
     mask: Callable[[Any, Any, Any], Any],
 ) -> None:
     """A compute warpgroup: online softmax of its 64 rows over all tiles.
 
-    Args:
-        refs: Queries first, the output last.
-        scoped: As for `attend_tile`.
-        work: Has the `row`, `head` and `length` of the queries, the `steps` and the `masked_steps` among them.
-        warpgroup: The warpgroup's number.
-        stages: As for `attend_tile`.
-        first: First row of the query tile.
-        lowest: Where the largest score begins. Finite, a row that sees nothing gives zeros, not NaN.
-        mask: Takes the warpgroup's first row, the step and the scores, and gives those that count.
+    `work` has the `row`, `head` and `length` of the queries, and the number of `steps`: first the `masked_steps`, last,
+    in calls with biases, the `biased_steps`. `first` is the query tile's first row. `lowest` is where the largest score
+    begins: finite, a row that sees nothing gives zeros, not NaN. `mask` takes the warpgroup's first row, the step and
+    the scores, and gives those that count.
     """
     q_ref, out_ref = refs[0], refs[-1]
-    (qo_smem, _, _), (q_ready, k_ready, _), _, turns = scoped
+    (qo_smem, _, _), (q_ready, k_ready, _), _, turns, biases = scoped
     plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
     head_dim = q_ref.shape[3]
     first_row = pl.multiple_of(first + warpgroup * ROWS, ROWS)
@@ -141,9 +135,13 @@ def attend(
     )
     pl.when(work.steps > 0)(lambda: plgpu.barrier_wait(k_ready.at[0]))
     pl.when(warpgroup == 1)(lambda: wait_turn(turns))
-    step = partial(attend_tile, qo, scoped, work.steps, stages)
+    step = partial(attend_tile, qo, scoped, work.steps)
     carry = lax.fori_loop(0, work.masked_steps, partial(step, mask=partial(mask, first_row)), carry)
-    out, _, weight = lax.fori_loop(work.masked_steps, work.steps, partial(step, mask=None), carry)
+    plain_end = work.steps - work.biased_steps if biases else work.steps
+    carry = lax.fori_loop(work.masked_steps, plain_end, step, carry)
+    if biases:
+        carry = lax.fori_loop(plain_end, work.steps, partial(step, biased=True), carry)
+    out, _, weight = carry
     pl.when(warpgroup == 0)(lambda: wait_turn(turns))
 
     rows = plgpu.broadcasted_iota(jnp.int32, out.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -166,32 +164,30 @@ def attend_tile(
     q_smem: Any,
     scoped: Any,
     steps: Any,
-    stages: int,
     step: Any,
     carry: tuple[Any, Any, Any],
     *,
-    mask: Callable[[Any, Any], Any] | None,
+    mask: Callable[[Any, Any], Any] | None = None,
+    biased: bool = False,
 ) -> tuple[Any, Any, Any]:
-    """Takes one tile of K and V through the online softmax.
+    """Takes one tile of K and V through the online softmax; `carry` is output, peak (in powers of two) and weight.
 
-    Args:
-        q_smem: The warpgroup's queries.
-        scoped: Shared memory of Q, K and V, the barriers on which these are ready, those on which K and V have been
-            read, and that of the warpgroups' turns.
-        steps: Tiles in all.
-        stages: Tiles of K and of V in shared memory.
-        step: Number of the tile.
-        carry: Output, peak (in powers of two) and weight so far.
-        mask: Takes the step and the scores, and gives those that count; None where all do.
+    `scoped` has the shared memory of Q, K and V, the barriers on which these are ready, those on which K and V have
+    been read, that of the warpgroups' turns, and shared memory and barriers of biases.
     """
-    (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), turns = scoped
+    (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), turns, biases = scoped
     out, peak, weight = carry
-    slot, next_slot = lax.rem(step, jnp.int32(stages)), lax.rem(step + 1, jnp.int32(stages))
+    slot, next_slot = (lax.rem(n, jnp.int32(_STAGES)) for n in (step, step + 1))
 
     def multiply_qk(accumulator: Any) -> Any:
         plgpu.wgmma(accumulator, q_smem, transposed(k_smem.at[slot]))
         wait_turn(turns)
-        return accumulator[...]
+        if not biased:
+            return accumulator[...]
+        bias_smem, bias_ready = biases
+        plgpu.barrier_wait(bias_ready.at[slot])
+        bias = plgpu.layout_cast(bias_smem[slot], plgpu.Layout.WGMMA.reduce(0))
+        return accumulator[...] + lax.broadcast_in_dim(bias, (ROWS, TILE), [1])
 
     scores = pl.run_scoped(multiply_qk, plgpu.ACC((ROWS, TILE), jnp.float32))
     plgpu.barrier_arrive(k_read.at[slot])
@@ -222,6 +218,21 @@ def attend_tile(
 def swizzled(dtype: Any) -> Callable[[tuple[int, ...]], Any]:
     """Shared memory of a shape, laid out as TMA fills it and wgmma reads it."""
     return partial(plgpu.SMEM, dtype=dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def query_tile(refs: Any, order_ref: Any) -> tuple[Any, Any, Any, Any]:
+    """Row, KV head, query head and tile of a program.
+
+    Heads of a group run side by side and regions one after another, since they share K and V in L2; the regions come in
+    `order`, the one with most to do first, and within a region the last tiles, so that the last programs are short.
+    """
+    q_ref, k_ref = refs[:2]
+    kv_heads, tiles = k_ref.shape[2], q_ref.shape[1] // TILE
+    group, work = q_ref.shape[2] // kv_heads, lax.axis_index("work")
+    turn = lax.div(work, group)
+    region = order_ref[lax.div(turn, tiles)]
+    row, kv_head = lax.div(region, kv_heads), lax.rem(region, kv_heads)
+    return row, kv_head, kv_head * group + lax.rem(work, group), tiles - 1 - lax.rem(turn, tiles)
 
 
 def aligned(first: Any, count: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float32
 
 from tca_jax.errors import Unsupported, require
-from tca_jax.pallas_kernels.kernel_math import LOG2E
+from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, shared_memory
 from tca_jax.pallas_kernels.kv import LEAST_EXPONENT, UNPACKED, power_of_two, unpack
 from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
 
@@ -35,31 +36,18 @@ PartedState = tuple[tuple[Array, ...], Array, Array]
 def triton_call(
     kernel: Callable[..., None],
     operands: Sequence[Any],
-    outputs: Sequence[tuple[tuple[int, ...], Any]],
+    outputs: Sequence[tuple[tuple[int, ...], Any]],  # shapes and types; what the kernel leaves unwritten is undefined
     *,
-    grid: tuple[int, ...],
-    name: str,
-    warps: int,
-    stages: int,
-    interpret: bool,
+    grid: tuple[int, ...],  # the first axis runs fastest
+    name: str,  # in profiles
+    warps: int,  # of a program
+    stages: int,  # of the software pipeline of its loops
+    interpret: bool,  # run in JAX on any device
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel over a grid; it gets whole arrays and addresses them itself.
+    """Runs a kernel over a grid. It gets a ref of each whole array, or trees of them, and addresses them itself.
 
     Pallas-Triton computes the element offsets of an array past 4 GiB in int64 and of others in int32: kernels
     must index by row and column, never by a flat element number of their own.
-
-    Args:
-        kernel: Called with one ref an operand, then one an output.
-        operands: Input arrays, or pytrees of such: the kernel gets trees of refs.
-        outputs: Shape and type of every output; what the kernel leaves unwritten is undefined.
-        grid: Programs; the first axis runs fastest.
-        name: The kernel's name in profiles.
-        warps: Warps of a program.
-        stages: Depth of the software pipeline of its loops.
-        interpret: Run in JAX on any device instead of compiling for the GPU.
-
-    Returns:
-        The outputs. Under `shard_map` they vary over the mesh axes that any operand varies over.
     """
     _ignore_deprecation()
     varying = jax.sharding.ManualAxisType(varying=varying_axes(operands))
@@ -72,6 +60,32 @@ def triton_call(
         name=name,
     )
     return tuple(call(*operands))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionTiles:
+    """Tiling of an attention kernel."""
+
+    queries: int  # query rows of a program, a power of two from 16 that divides the query block
+    keys: int  # tokens of a tile of K and V, a power of two from 16 that divides the key block
+    warps: int  # warps of a program
+    stages: int  # tiles of K and V in flight in a program
+
+
+def attention_tiles(query_block: int, key_block: int, head_dim: int, dtype: Any) -> AttentionTiles:
+    """Tiles that let two programs share a multiprocessor: one has the matrix units while the other takes powers."""
+    itemsize = jnp.dtype(dtype).itemsize
+    queries, most_keys = math.gcd(query_block, 128), math.gcd(key_block, 128)
+    if itemsize == 4:
+        tile, warps = full_precision_tile(head_dim)
+        return AttentionTiles(min(queries, tile), min(most_keys, tile), warps, stages=1)
+    for programs, keys in ((2, 64), (1, 64), (1, 32), (1, 16)):
+        if programs * (queries + 4 * keys) * head_dim * itemsize <= shared_memory():
+            break
+    # Of scores and output a thread of 4 warps holds a row: past d = 128 its registers run out.
+    warps = 4 if programs == 2 or queries < 128 else 8
+    # A tile of half the rows leaves room for a third stage, which pays.
+    return AttentionTiles(queries, min(most_keys, keys), warps, stages=3 if queries < 128 and programs == 2 else 2)
 
 
 def check_supported(operation: str, head_dim: int, *arrays: Any, block_size: int = 16) -> None:
@@ -139,24 +153,13 @@ def softmax_step_by_parts(
     state: PartedState,
     k: tuple[Array, ...],
     v: tuple[Array, ...],
-    visible: Array | None = None,
-    exponents: tuple[Array, Array] | None = None,
+    visible: Array | None = None,  # which scores count; None for all
+    exponents: tuple[Array, Array] | None = None,  # powers of two to multiply each key and each value by
     *,
-    bias: Array | None = None,
+    bias: Array | None = None,  # finite additions to the logits of each key
     interpret: bool,
 ) -> PartedState:
-    """`online_softmax_step` where the last axis of queries, keys, values and output is cut into parts.
-
-    Args:
-        q: Queries; their scale follows from the widths of all parts.
-        state: The sums of weighted values are in parts, too.
-        k: Keys.
-        v: Values.
-        visible: Which scores count; None for all.
-        exponents: Powers of two that each key and each value is to be multiplied by; None for none.
-        bias: Finite additions to the logits of each key; None for none.
-        interpret: As for `scaled_exp2`.
-    """
+    """`online_softmax_step` where the last axis of queries, keys, values and output is cut into parts."""
     out, peak, weight = state
     scale = LOG2E / math.sqrt(sum(part.shape[1] for part in q))
     power = partial(scaled_exp2, scale=scale, interpret=interpret)

@@ -18,22 +18,24 @@ from jaxtyping import Array
 
 from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns
-from tca_jax.pallas_kernels.mosaic_call import TILE, attend, check_supported, fetch, iotas, mosaic_call, start_moving
+from tca_jax.pallas_kernels.mosaic_call import (
+    TILE,
+    attend,
+    check_supported,
+    fetch,
+    iotas,
+    mosaic_call,
+    query_tile,
+    start_moving,
+)
 from tca_jax.pallas_kernels.mosaic_call import aligned as aligned_slice
 from tca_jax.pallas_kernels.numerics import varying_like
 
 _LOWEST = -(2.0**96)  # where the largest score begins: finite, so that a row that sees nothing yet gives zeros, not NaN
 
 
-@dataclasses.dataclass(frozen=True)
-class MosaicBlockSparseConfig:
-    """Tiling of the kernel."""
-
-    stages: int = 2  # K and V tiles in flight; each takes 512 d bytes of shared memory
-
-
 # Under a jit of its own, all layers of a program share one kernel, as in `prefill_attention.mosaic`.
-@functools.partial(jax.jit, static_argnames=("block_size", "tile_size", "aligned", "config"))
+@functools.partial(jax.jit, static_argnames=("block_size", "tile_size", "aligned"))
 @jax.named_scope("block_sparse_attention")
 def block_sparse_attention(
     q: Array,
@@ -46,11 +48,9 @@ def block_sparse_attention(
     block_size: int,
     tile_size: int,
     aligned: bool = False,
-    config: MosaicBlockSparseConfig | None = None,
 ) -> Array:
     """See `block_sparse_attention.block_sparse_attention`. Values among the padding must be finite."""
     batch, length, _, head_dim = q.shape
-    config = config or MosaicBlockSparseConfig()
     takes = aligned and columns is None
     require(takes, "block_sparse_attention on mosaic takes aligned blocks, and no columns", Unsupported)
     check_supported("block_sparse_attention", q.dtype, head_dim, block_size)
@@ -60,10 +60,8 @@ def block_sparse_attention(
     order = jnp.argsort(-blocks.counts.reshape(batch * k.shape[2], -1).sum(axis=-1)).astype(jnp.int32)
     operands = (q, k, v, blocks.distances, blocks.counts, lengths, order)
     work = functools.partial(_find_work, block_size=block_size, tile_size=tile_size)
-    compute, move = (
-        functools.partial(program, block_size=block_size, stages=config.stages) for program in (_compute, _move)
-    )
-    out = mosaic_call(work, compute, move, operands, name="block_sparse_attention_kernel", stages=config.stages)
+    compute, move = (functools.partial(program, block_size=block_size) for program in (_compute, _move))
+    out = mosaic_call(work, compute, move, operands, name="block_sparse_attention_kernel")
     return varying_like(out[:, :length], q, k, v, blocks, lengths)
 
 
@@ -86,18 +84,10 @@ class _Work:
 
 
 def _find_work(refs: Any, *, block_size: int, tile_size: int) -> _Work:
-    q_ref, k_ref, _, _, counts_ref, lengths_ref, order_ref, _ = refs
-    num_kv_heads = k_ref.shape[2]
-    group, programs = q_ref.shape[2] // num_kv_heads, q_ref.shape[1] // TILE
-    # Heads of a group run side by side and regions one after another, since they share K and V in L2; within a region
-    # the last tiles, which can see most, come first.
-    work = lax.axis_index("work")
-    turn = lax.div(work, group)
-    first_row = (programs - 1 - lax.rem(turn, programs)) * TILE
-    region = order_ref[lax.div(turn, programs)]
-    row, kv_head = lax.div(region, num_kv_heads), lax.rem(region, num_kv_heads)
-    head, tile = kv_head * group + lax.rem(work, group), lax.div(first_row, tile_size)
-    length = lengths_ref[row]
+    *_, counts_ref, lengths_ref, order_ref, _ = refs
+    row, kv_head, head, number = query_tile(refs, order_ref)
+    first_row, length = number * TILE, lengths_ref[row]
+    tile = lax.div(first_row, tile_size)
     count = jnp.where(first_row < length, counts_ref[row, head, tile], 0)
     parts = block_size // TILE
     return _Work(
@@ -122,7 +112,7 @@ def _begin(refs: Any, work: _Work, step: Any, block_size: int) -> Any:
     return work.end - distance + lax.rem(step, jnp.int32(parts)) * TILE
 
 
-def _move(refs: Any, scoped: Any, work: _Work, *, stages: int, block_size: int) -> None:
+def _move(refs: Any, scoped: Any, work: _Work, *, block_size: int) -> None:
     """The memory warpgroup: fetches the tiles of the nearest blocks first."""
     _, k_ref, v_ref, *_ = refs
     start_moving()
@@ -131,7 +121,7 @@ def _move(refs: Any, scoped: Any, work: _Work, *, stages: int, block_size: int) 
         # Where the next tile begins is read before this one waits for its slot.
         following = _begin(refs, work, jnp.minimum(step + 1, work.steps - 1), block_size)
         place = (work.row, aligned_slice(first, TILE), work.kv_head)
-        fetch(scoped, stages, step, k_ref.at[place], v_ref.at[place])
+        fetch(scoped, step, k_ref.at[place], v_ref.at[place])
         return following
 
     @pl.when(work.steps > 0)
@@ -139,9 +129,9 @@ def _move(refs: Any, scoped: Any, work: _Work, *, stages: int, block_size: int) 
         lax.fori_loop(0, work.steps, fetch_step, _begin(refs, work, jnp.int32(0), block_size))
 
 
-def _compute(refs: Any, scoped: Any, work: _Work, warpgroup: Any, *, stages: int, block_size: int) -> None:
+def _compute(refs: Any, scoped: Any, work: _Work, warpgroup: Any, *, block_size: int) -> None:
     def mask(first_row: Any, step: Any, scores: Any) -> Any:
         rows, columns = iotas(scores.shape)
         return jnp.where(columns <= rows + (first_row - _begin(refs, work, step, block_size)), scores, -jnp.inf)
 
-    attend(refs, scoped, work, warpgroup, stages=stages, first=work.first_row, lowest=_LOWEST, mask=mask)
+    attend(refs, scoped, work, warpgroup, first=work.first_row, lowest=_LOWEST, mask=mask)

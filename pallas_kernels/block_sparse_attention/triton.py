@@ -7,8 +7,6 @@ block has. So its cost is that of what is listed for it.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,24 +18,20 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns, entries_by_distance
-from tca_jax.pallas_kernels.kernel_math import divide_up, full_precision_tile, quotient_and_remainder, shared_memory
+from tca_jax.pallas_kernels.kernel_math import divide_up, quotient_and_remainder
 from tca_jax.pallas_kernels.numerics import cdiv
-from tca_jax.pallas_kernels.triton_call import check_supported, online_softmax_step, triton_call
+from tca_jax.pallas_kernels.triton_call import (
+    AttentionTiles,
+    attention_tiles,
+    check_supported,
+    online_softmax_step,
+    triton_call,
+)
 
 #: Where the largest score of a row begins: a power of two, above `MASKED`, so that masked scores weigh nothing
 #: (`online_softmax_step`).
 _LOWEST = -(2.0**96)
 State = tuple[Array, Array, Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockSparseConfig:
-    """Tiling of block-sparse attention."""
-
-    queries: int  # query rows of a program, a power of two from 16 that divides the tile size
-    keys: int  # tokens of a tile of K and V, a power of two from 16 that divides the block size
-    warps: int  # warps of a program
-    stages: int  # tiles of K and V in flight in a program
 
 
 class _ColumnLists(NamedTuple):
@@ -46,22 +40,6 @@ class _ColumnLists(NamedTuple):
     tokens: Any  # positions `[B, Hq, V]`
     counts: Any  # columns left of every tile's end `[B, Hq, N]`
     entries: Any  # which block has the token at each distance left of a tile's end `[B, Hq, m N + 1]`
-
-
-def default_config(block_size: int, tile_size: int, head_dim: int, dtype: Any) -> BlockSparseConfig:
-    """Tiles that let two programs share a multiprocessor: one has the matrix units while the other takes powers."""
-    itemsize = jnp.dtype(dtype).itemsize
-    queries, most_keys = math.gcd(tile_size, 128), math.gcd(block_size, 128)
-    if itemsize == 4:
-        tile, warps = full_precision_tile(head_dim)
-        return BlockSparseConfig(min(queries, tile), min(most_keys, tile), warps, stages=1)
-    for programs, keys in ((2, 64), (1, 64), (1, 32), (1, 16)):
-        if programs * (queries + 4 * keys) * head_dim * itemsize <= shared_memory():
-            break
-    # Of scores and output a thread of 4 warps holds a row: past d = 128 its registers run out.
-    warps = 4 if programs == 2 or queries < 128 else 8
-    # A tile of half the rows leaves room for a third stage, which pays.
-    return BlockSparseConfig(queries, min(most_keys, keys), warps, stages=3 if queries < 128 and programs == 2 else 2)
 
 
 @partial(jax.jit, static_argnames=("block_size", "tile_size", "aligned", "config", "interpret"))
@@ -77,13 +55,13 @@ def block_sparse_attention(
     block_size: int,
     tile_size: int,
     aligned: bool = False,
-    config: BlockSparseConfig | None = None,
+    config: AttentionTiles | None = None,
     interpret: bool = False,
 ) -> Array:
     """See `block_sparse_attention.block_sparse_attention`. What is not attended to is never read."""
     batch, length, heads, head_dim = q.shape
     check_supported("block_sparse_attention", head_dim, q, k, v, block_size=block_size)
-    config = config or default_config(block_size, tile_size, head_dim, q.dtype)
+    config = config or attention_tiles(tile_size, block_size, head_dim, q.dtype)
     kv_heads, tiles = k.shape[2], blocks.counts.shape[-1]
     listed = None if columns is None else _column_lists(blocks, columns, tiles, block_size, tile_size)
     # The regions, one a row and KV head, with most to do come first.
@@ -124,7 +102,7 @@ def _attend(
     *,
     block_size: int,
     tile_size: int,
-    config: BlockSparseConfig,
+    config: AttentionTiles,
     interpret: bool,
 ) -> None:
     """Attention of one query tile of one head."""

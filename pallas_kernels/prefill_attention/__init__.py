@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.errors import require
@@ -23,6 +24,10 @@ class FarBlocks(NamedTuple):
     mean_v: Float[Array, "B N Hkv d"]
     mean_bias: Float32[Array, "B Hkv N N"]  # added to the logit of a mean, by query block; -inf: not attended to
     mean_counts: Int[Array, "B Hkv N"]  # means from the first on that a query block goes over; the others cost nothing
+
+    def work(self, block_size: int) -> Float32[Array, "B Hkv"]:
+        """Keys that a head's query blocks go over, in all."""
+        return (self.counts * block_size + self.mean_counts).sum(axis=-1, dtype=jnp.float32)
 
 
 def far_shapes(far: FarBlocks) -> dict[str, tuple[Array, str]]:

@@ -1,7 +1,7 @@
 """Prefill attention on Pallas Mosaic GPU: warp-specialised, TMA and wgmma (Hopper).
 
 The memory warpgroup streams first the diagonal tile, then the last tile of the head's region in the pool, then the rest
-of the region, then the window. Only the first two need a mask, so one unmasked loop does nearly all the work.
+of the region, then the window. Only the first two need a mask. Listed blocks and means come last, with a bias per key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.kernel_math import lengths_by_head, prefix_schedule
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.mosaic_call import (
@@ -28,22 +27,16 @@ from tca_jax.pallas_kernels.mosaic_call import (
     fetch,
     iotas,
     mosaic_call,
+    query_tile,
     start_moving,
 )
 from tca_jax.pallas_kernels.numerics import varying_like
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 
 
-@dataclasses.dataclass(frozen=True)
-class MosaicPrefillConfig:
-    """Tiling of the kernel."""
-
-    stages: int = 2  # K and V tiles in flight; each takes 512 d bytes of shared memory
-
-
 # Under a jit of its own, all layers of a program share one kernel. JAX 0.11 numbers Mosaic kernels as it lowers them,
 # so two calls never lower to the same text, and each would take a second to compile.
-@functools.partial(jax.jit, static_argnames=("block_size", "window", "config"))
+@functools.partial(jax.jit, static_argnames=("block_size", "window"))
 @jax.named_scope("prefill_attention")
 def prefill_attention(
     q: Array,
@@ -56,22 +49,36 @@ def prefill_attention(
     block_size: int,
     window: int,
     far: FarBlocks | None = None,
-    config: MosaicPrefillConfig | None = None,
 ) -> Array:
-    """See `prefill_attention.prefill_attention`. Values among the padding must be finite."""
+    """See `prefill_attention.prefill_attention`. Values among the padding, and of all means, must be finite."""
     length, head_dim = q.shape[1], q.shape[3]
-    config = config or MosaicPrefillConfig()
-    require(far is None, "prefill_attention on mosaic takes no far blocks", Unsupported)
     check_supported("prefill_attention", q.dtype, head_dim, block_size)
     padding = -length % block_size
     if padding:
         q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
-    prefixes, order = prefix_schedule(budgets, q.shape[1] // block_size, window // block_size)
+    far_work = 0.0 if far is None else far.work(block_size)
+    prefixes, order = prefix_schedule(budgets, q.shape[1] // block_size, window // block_size, far_work)
     operands = (q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths_by_head(lengths, k.shape[2]), order)
+    if far is not None:
+        operands += _far_operands(far, padding, head_dim)
     work = functools.partial(_find_work, block_size=block_size, window=window)
-    compute, move = (functools.partial(program, stages=config.stages) for program in (_compute, _move))
-    out = mosaic_call(work, compute, move, operands, name="prefill_attention_kernel", stages=config.stages)
-    return varying_like(out[:, :length], q, k, v, pool, budgets, lengths)
+    move = functools.partial(_move, block_size=block_size)
+    out = mosaic_call(work, _compute, move, operands, name="prefill_attention_kernel", biased=far is not None)
+    return varying_like(out[:, :length], q, k, v, pool, budgets, lengths, far)
+
+
+def _far_operands(far: FarBlocks, padding: int, head_dim: int) -> tuple[Array, ...]:
+    """Lists, their counts, means, counts of means and biases of tokens and means, in units of the products of q and k.
+
+    Means and their biases fill whole tiles.
+    """
+    blocks = far.counts.shape[-1]
+    rest, counted = -blocks % TILE, jnp.arange(blocks) < far.mean_counts[..., None]
+    mean_k, mean_v = (jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))) for x in (far.mean_k, far.mean_v))
+    token_bias = jnp.pad(jnp.where(far.selected, -jnp.inf, jnp.float32(0)), ((0, 0), (0, 0), (0, padding)))
+    mean_bias = jnp.where(counted, far.mean_bias * head_dim**0.5, -jnp.inf)
+    mean_bias = jnp.pad(mean_bias, ((0, 0), (0, 0), (0, 0), (0, rest)), constant_values=-jnp.inf)
+    return far.blocks, far.counts, mean_k, mean_v, far.mean_counts, token_bias, mean_bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,33 +86,29 @@ class _Work:
     """One program's query tile of one head, and the K and V tiles that it reads, all traced int32 scalars.
 
     Steps run in this order: the diagonal tile, the region's last tile where only part of it counts (`tail` tokens),
-    the region's `full_tiles`, the window's tiles from `edge_tile` to the diagonal. No step for a tile past the length.
+    the region's `full_tiles`, the window's tiles from `edge_tile` to the diagonal, then the `biased_steps`, which are
+    the `listed_tiles` of listed blocks, and means. No step for a tile past the length.
     """
 
     row: Any
     head: Any
     kv_head: Any
     tile: Any
+    block: Any
     length: Any
     offset: Any
     full_tiles: Any
     tail: Any
     edge_tile: Any
     masked_steps: Any
+    listed_tiles: Any
+    biased_steps: Any
     steps: Any
 
 
 def _find_work(refs: Any, *, block_size: int, window: int) -> _Work:
-    q_ref, k_ref, _, _, _, offsets_ref, prefixes_ref, lengths_ref, order_ref, _ = refs
-    num_kv_heads = k_ref.shape[2]
-    group, tiles = q_ref.shape[2] // num_kv_heads, q_ref.shape[1] // TILE
-    # Heads of a group run side by side and regions one after another, since they share K and V in L2; within a region
-    # the longest tiles come first, and the largest regions first, so that the last programs to run are short ones.
-    work = lax.axis_index("work")
-    turn = lax.div(work, group)
-    tile = tiles - 1 - lax.rem(turn, tiles)
-    region = order_ref[lax.div(turn, tiles)]
-    row, kv_head = lax.div(region, num_kv_heads), lax.rem(region, num_kv_heads)
+    _, _, _, _, _, offsets_ref, prefixes_ref, lengths_ref, order_ref, *far, _ = refs
+    row, kv_head, head, tile = query_tile(refs, order_ref)
     block = lax.div(tile * TILE, block_size)
     prefix = prefixes_ref[row, kv_head, block]
     edge_tile = lax.div(jnp.maximum(block * block_size - window, 0), TILE)
@@ -113,33 +116,43 @@ def _find_work(refs: Any, *, block_size: int, window: int) -> _Work:
     length = lengths_ref[row, kv_head]
     alive = tile * TILE < length
     masked_steps = jnp.where(alive, jnp.where(tail > 0, 2, 1), 0)
+    listed_tiles = biased_steps = jnp.int32(0)
+    if far:
+        _, counts_ref, _, _, mean_counts_ref, *_ = far
+        listed_tiles = counts_ref[row, kv_head, block] * (block_size // TILE)
+        biased_steps = listed_tiles + lax.div(mean_counts_ref[row, kv_head, block] + TILE - 1, TILE)
     return _Work(
         row=row,
-        head=kv_head * group + lax.rem(work, group),
+        head=head,
         kv_head=kv_head,
         tile=tile,
+        block=block,
         length=length,
         offset=offsets_ref[row, kv_head],
         full_tiles=full_tiles,
         tail=tail,
         edge_tile=edge_tile,
         masked_steps=masked_steps,
-        steps=jnp.where(alive, masked_steps + full_tiles + tile - edge_tile, 0),
+        listed_tiles=listed_tiles,
+        biased_steps=jnp.where(alive, biased_steps, 0),
+        steps=jnp.where(alive, masked_steps + full_tiles + tile - edge_tile + biased_steps, 0),
     )
 
 
-def _move(refs: Any, scoped: Any, work: _Work, *, stages: int) -> None:
-    """The memory warpgroup: fetches the diagonal tile, the region's last one, the rest of the region, the window."""
-    _, k_ref, v_ref, k_pool_ref, v_pool_ref, *_ = refs
+def _move(refs: Any, scoped: Any, work: _Work, *, block_size: int) -> None:
+    """The memory warpgroup: fetches the tiles in the order of `_Work`."""
+    _, k_ref, v_ref, k_pool_ref, v_pool_ref, _, _, _, _, *far, _ = refs
     start_moving()
 
     def fetch_pool(step: Any, tile: Any) -> None:
         index = aligned(work.offset + tile * TILE, TILE)  # regions start on multiples of 128
-        fetch(scoped, stages, step, k_pool_ref.at[index], v_pool_ref.at[index])
+        fetch(scoped, step, k_pool_ref.at[index], v_pool_ref.at[index])
 
-    def fetch_prompt(step: Any, tile: Any) -> None:
-        index = (work.row, aligned(tile * TILE, TILE), work.kv_head)
-        fetch(scoped, stages, step, k_ref.at[index], v_ref.at[index])
+    def fetch_prompt(step: Any, tile: Any, bias_ref: Any = None) -> None:
+        tokens = aligned(tile * TILE, TILE)
+        index = (work.row, tokens, work.kv_head)
+        bias = None if bias_ref is None else bias_ref.at[work.row, work.kv_head, tokens]
+        fetch(scoped, step, k_ref.at[index], v_ref.at[index], bias)
 
     @pl.when(work.steps > 0)
     def fetch_all() -> None:
@@ -149,11 +162,35 @@ def _move(refs: Any, scoped: Any, work: _Work, *, stages: int) -> None:
         unmasked = work.masked_steps + work.full_tiles
         window_tiles = work.tile - work.edge_tile
         pl.loop(0, window_tiles)(lambda i: fetch_prompt(unmasked + i, work.edge_tile + i))
+        if not far:
+            return
+        blocks_ref, _, mean_k_ref, mean_v_ref, _, token_bias_ref, mean_bias_ref = far
+        begin, parts = work.steps - work.biased_steps, block_size // TILE
+
+        def listed(i: Any) -> Any:
+            block = blocks_ref[work.row, work.kv_head, work.block, lax.div(i, jnp.int32(parts))]
+            return block * parts + lax.rem(i, jnp.int32(parts))
+
+        def fetch_listed(i: Any, tile: Any) -> Any:
+            following = listed(jnp.minimum(i + 1, work.listed_tiles - 1))  # read before this tile waits for its slot
+            fetch_prompt(begin + i, tile, token_bias_ref)
+            return following
+
+        @pl.when(work.listed_tiles > 0)
+        def fetch_blocks() -> None:
+            lax.fori_loop(0, work.listed_tiles, fetch_listed, listed(jnp.int32(0)))
+
+        @pl.loop(0, work.biased_steps - work.listed_tiles)
+        def fetch_means(i: Any) -> None:
+            index = (work.row, aligned(i * TILE, TILE), work.kv_head)
+            bias = mean_bias_ref.at[work.row, work.kv_head, work.block, index[1]]
+            step = begin + work.listed_tiles + i
+            fetch(scoped, step, mean_k_ref.at[index], mean_v_ref.at[index], bias)
 
 
-def _compute(refs: Any, scoped: Any, work: _Work, warpgroup: Any, *, stages: int) -> None:
+def _compute(refs: Any, scoped: Any, work: _Work, warpgroup: Any) -> None:
     mask = functools.partial(_mask, work, warpgroup)
-    attend(refs, scoped, work, warpgroup, stages=stages, first=work.tile * TILE, lowest=-jnp.inf, mask=mask)
+    attend(refs, scoped, work, warpgroup, first=work.tile * TILE, lowest=-jnp.inf, mask=mask)
 
 
 def _mask(work: _Work, warpgroup: Any, _: Any, step: Any, scores: Any) -> Any:

@@ -7,8 +7,6 @@ long loops are plain; listed blocks mask what is selected, means have a bias.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,43 +18,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from tca_jax.pallas_kernels.kernel_math import (
-    divide_up,
-    full_precision_tile,
-    lengths_by_head,
-    prefix_schedule,
-    quotient_and_remainder,
-    shared_memory,
-)
+from tca_jax.pallas_kernels.kernel_math import divide_up, lengths_by_head, prefix_schedule, quotient_and_remainder
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks
-from tca_jax.pallas_kernels.triton_call import check_supported, load_rows, online_softmax_step, triton_call
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefillConfig:
-    """Tiling of prefill attention."""
-
-    queries: int  # query rows of a program, a power of two from 16 that divides the block size
-    keys: int  # tokens of a tile of K and V, a power of two from 16 up to `queries`
-    warps: int  # warps of a program
-    stages: int  # tiles of K and V in flight in a program
-
-
-def default_config(block_size: int, head_dim: int, dtype: Any) -> PrefillConfig:
-    """Tiles that let two programs share a multiprocessor: one has the matrix units while the other takes powers."""
-    itemsize = jnp.dtype(dtype).itemsize
-    queries = math.gcd(block_size, 128)
-    if itemsize == 4:
-        tile, warps = full_precision_tile(head_dim)
-        return PrefillConfig(min(queries, tile), min(queries, tile), warps, stages=1)
-    for programs, keys in ((2, 64), (1, 64), (1, 32), (1, 16)):
-        if programs * (queries + 4 * keys) * head_dim * itemsize <= shared_memory():
-            break
-    # Of scores and output a thread of 4 warps holds a row: past d = 128 its registers run out.
-    warps = 4 if programs == 2 or queries < 128 else 8
-    return PrefillConfig(queries, min(queries, keys), warps, stages=2)
+from tca_jax.pallas_kernels.triton_call import (
+    AttentionTiles,
+    attention_tiles,
+    check_supported,
+    load_rows,
+    online_softmax_step,
+    triton_call,
+)
 
 
 @partial(jax.jit, static_argnames=("block_size", "window", "config", "interpret"))
@@ -72,15 +45,16 @@ def prefill_attention(
     block_size: int,
     window: int,
     far: FarBlocks | None = None,
-    config: PrefillConfig | None = None,
+    config: AttentionTiles | None = None,
     interpret: bool = False,
 ) -> Array:
     """See `prefill_attention.prefill_attention`. What is not attended to is never read."""
     batch, length, heads, head_dim = q.shape
     check_supported("prefill_attention", head_dim, q, k, v, pool.k, pool.v, block_size=block_size)
-    config = config or default_config(block_size, head_dim, q.dtype)
+    config = config or attention_tiles(block_size, block_size, head_dim, q.dtype)
     num_blocks = cdiv(length, block_size)
-    prefixes, order = prefix_schedule(budgets, num_blocks, window // block_size)
+    far_work = 0.0 if far is None else far.work(block_size)
+    prefixes, order = prefix_schedule(budgets, num_blocks, window // block_size, far_work)
     kernel = partial(_attend, block_size=block_size, window=window, config=config, interpret=interpret)
     (out,) = triton_call(
         kernel,
@@ -110,7 +84,7 @@ def _attend(
     *,
     block_size: int,
     window: int,
-    config: PrefillConfig,
+    config: AttentionTiles,
     interpret: bool,
 ) -> None:
     """Attention of one query tile of one head."""

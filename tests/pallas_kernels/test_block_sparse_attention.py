@@ -12,7 +12,7 @@ from cases import poison, qkv
 from implementations import check_output, gpu, implementation, on_every_backend, unused
 
 from tca_jax.pallas_kernels.block_sparse_attention.lists import columns_of_mask, lists_of_mask
-from tca_jax.pallas_kernels.block_sparse_attention.triton import BlockSparseConfig
+from tca_jax.pallas_kernels.triton_call import AttentionTiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def test_tile_sizes_do_not_matter(config):
     case = Case((200, 129), 200, 2, 1, 16, 32, 64, 50, shared=True)
     operands, expected = case.draw("triton")
     kernel = implementation("block_sparse_attention", "triton")
-    check_output(case.apply(kernel, *operands, config=BlockSparseConfig(*config)), expected, case.lengths)
+    check_output(case.apply(kernel, *operands, config=AttentionTiles(*config)), expected, case.lengths)
 
 
 def test_lists_and_columns_of_masks():

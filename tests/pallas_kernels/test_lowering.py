@@ -33,6 +33,8 @@ CASES = [
     ("prefill_attention", "triton", 1, {"L": 5000, "Hq": 14, "d": 64, "block_size": 64}),
     ("prefill_attention", "triton", 1, {"L": 4096, "Hkv": 4, "d": 256, "block_size": 256, "dtype": jnp.float32}),
     ("prefill_attention", "mosaic", 1, {**LLAMA, "B": 2}),
+    ("prefill_attention", "mosaic", 1, {**LLAMA, "window": 256, "far": True}),
+    ("prefill_attention", "mosaic", 1, {"L": 1000, "Hq": 14, "d": 64, "block_size": 256, "window": 256, "far": True}),
     ("prefill_attention", "mosaic", 1, {"B": 2, "L": 1000, "Hq": 28, "Hkv": 4, "d": 64, "block_size": 256}),
     ("block_sparse_attention", "triton", 1, LLAMA),
     ("block_sparse_attention", "triton", 1, {**LLAMA, "block_size": 64, "columns": True, "V": 1000}),

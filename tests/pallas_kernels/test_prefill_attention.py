@@ -11,8 +11,8 @@ from implementations import check_output, gpu, implementation, on_every_backend,
 
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks
-from tca_jax.pallas_kernels.prefill_attention.triton import PrefillConfig
 from tca_jax.pallas_kernels.tiles import Tiles
+from tca_jax.pallas_kernels.triton_call import AttentionTiles
 
 
 def _operands(backend, lengths, length, heads, kv_heads, head_dim, block, window, dtype=jnp.float32, budget=None):
@@ -96,7 +96,7 @@ def test_equals_the_oracle(sizes, backend):
     ("backend", "config"),
     [
         *(("xla", {"tiles": Tiles(*tiles)}) for tiles in [(64, 8, 1), (64, 256, 4), (192, 512, 3), (256, 1024, 1)]),
-        *(("triton", {"config": PrefillConfig(*tiles)}) for tiles in [(16, 16, 4, 2), (32, 16, 2, 1), (64, 32, 4, 3)]),
+        *(("triton", {"config": AttentionTiles(*tiles)}) for tiles in [(16, 16, 4, 2), (32, 16, 2, 1), (64, 32, 4, 3)]),
     ],
 )
 def test_tile_sizes_do_not_matter(backend, config):
@@ -166,7 +166,7 @@ def _expected_far(q, k, v, pool, budgets, lengths, far, *, block_size, window):
     return out
 
 
-@on_every_backend("prefill_attention", but=("mosaic",))
+@on_every_backend("prefill_attention")
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -175,8 +175,8 @@ def _expected_far(q, k, v, pool, budgets, lengths, far, *, block_size, window):
         pytest.param(((40,), 40, 6, 1, 16, 16, 64), id="window longer than the prompt, group of 6"),
         *(
             pytest.param(((1501, 801), 1501, *sizes, dtype), marks=gpu)
-            for sizes in [(8, 2, 128, 128, 256), (7, 1, 64, 64, 256), (4, 4, 128, 256, 256)]
-            for dtype in (jnp.bfloat16, jnp.float32)
+            for sizes in [(8, 2, 128, 128, 256), (7, 1, 64, 64, 256), (14, 2, 64, 128, 256), (4, 4, 128, 256, 256)]
+            for dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
         ),
     ],
 )
@@ -184,5 +184,8 @@ def test_far_blocks_equal_the_oracle(sizes, backend):
     operands, (lengths, *_, block, window) = _operands(backend, *sizes), sizes[:7]
     options = {"block_size": block, "window": window}
     far = _far(operands, **options)
-    out = implementation("prefill_attention", backend)(*operands, far=far, **options)
+    try:
+        out = implementation("prefill_attention", backend)(*operands, far=far, **options)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
     check_output(out, _expected_far(*operands, far, **options), lengths)

@@ -78,7 +78,7 @@ DECLINED = {
     ("paged_attention", "triton"): [NARROW, ({"b": 8}, "pages of 8: must be a power of two from 16")],
     ("prefill_attention", "mosaic"): [
         ({"dtype": jnp.float32}, f"{MOSAIC}float32, d = 128 and block_size = 128"),
-        ({"d": 256}, f"{MOSAIC}bfloat16, d = 256"),
+        ({"d": 256, "far": True}, f"{MOSAIC}bfloat16, d = 256"),
     ],
     ("block_sparse_attention", "mosaic"): [
         ({"dtype": jnp.float32, "aligned": True}, MOSAIC),

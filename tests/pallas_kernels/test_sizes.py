@@ -11,10 +11,9 @@ from jax.experimental import pallas as pl
 from operations import call
 
 from tca_jax.pallas_kernels.block_mass import triton as block_mass
-from tca_jax.pallas_kernels.block_sparse_attention import triton as block_sparse
 from tca_jax.pallas_kernels.observation_scores import triton as observation_scores
 from tca_jax.pallas_kernels.paged_attention import triton as paged_attention
-from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention
+from tca_jax.pallas_kernels.triton_call import attention_tiles
 
 
 @gpu
@@ -50,13 +49,8 @@ def test_default_tiles_divide_blocks_and_fit(head_dim, dtype):
     def fits(tokens):
         return tokens * head_dim * jnp.dtype(dtype).itemsize <= 227 * 1024
 
-    for block in (16, 48, 64, 128, 192, 1024):
-        config = prefill_attention.default_config(block, head_dim, dtype)
-        assert block % config.queries == config.queries % config.keys == 0
-        assert config.keys >= 16
-        assert fits(config.queries + 2 * config.stages * config.keys)
-    for block, tile in ((16, 16), (64, 64), (64, 128), (128, 128), (128, 256), (192, 384)):
-        config = block_sparse.default_config(block, tile, head_dim, dtype)
+    for block, tile in ((16, 16), (48, 48), (64, 64), (64, 128), (128, 128), (192, 384), (1024, 1024)):
+        config = attention_tiles(tile, block, head_dim, dtype)
         assert tile % config.queries == block % config.keys == 0
         assert config.keys >= 16
         assert fits(config.queries + 2 * config.stages * config.keys)

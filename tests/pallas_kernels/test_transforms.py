@@ -9,7 +9,7 @@ import pytest
 from cuda_lowering import abstract_mesh, kernels
 from implementations import INTERPRET, implementation, runs
 from jax.sharding import PartitionSpec
-from operations import COLUMNS, OPERATIONS, packed
+from operations import COLUMNS, FAR, OPERATIONS, packed
 
 from tca_jax.pallas_kernels.backends import OPERATIONS as BACKENDS
 
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def operands(self):
-        operands = OPERATIONS[self.operation][0]
+        operands = {name: dims for name, dims in OPERATIONS[self.operation][0].items() if name not in FAR}
         if self.backend == "mosaic":  # takes no columns
             return {name: dims for name, dims in operands.items() if name not in COLUMNS}
         return operands | ({"blocks.distances": "B Hq one C"} if COLUMNS.items() <= operands.items() else {})
