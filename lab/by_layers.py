@@ -26,8 +26,7 @@ from tca_jax.lab.rivals.repetition import Repetition, repeat
 from tca_jax.layer_passes import LayerPass, TextPass, attention_program, layer_program
 from tca_jax.methods.base import CachePolicy, Heads, Method, ScoredCache, ScoredPrefill, compact, last_queries
 from tca_jax.methods.full import BASELINE, FullPrefill
-from tca_jax.methods.pairs import causal_pairs
-from tca_jax.methods.regions import Selection
+from tca_jax.methods.regions import Selection, causal_pairs
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 

@@ -27,7 +27,7 @@ def test_generating_loads_few_modules():
     assert not any(name.startswith("jax.experimental.pallas") for name in modules)
     assert sum(name.startswith("tca_jax") for name in modules) <= 40
     methods = {name.removeprefix("tca_jax.methods.") for name in modules if name.startswith("tca_jax.methods.")}
-    assert methods == {"base", "full", "pairs", "regions", "registry"}
+    assert methods == {"base", "full", "regions", "registry"}
 
 
 def test_public_names_are_there_and_listed():

@@ -18,8 +18,7 @@ from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.methods.base import Attended, Heads, Method, last_queries, per_head
-from tca_jax.methods.pairs import causal_pairs
-from tca_jax.methods.regions import Regions, Selected
+from tca_jax.methods.regions import Regions, Selected, causal_pairs
 from tca_jax.models.config import ModelConfig
 from tca_jax.pallas_kernels.backends import can_run
 

@@ -44,8 +44,7 @@ from tca_jax.methods.base import (
     last_queries,
 )
 from tca_jax.methods.full import BASELINE
-from tca_jax.methods.pairs import causal_pairs
-from tca_jax.methods.regions import Regions, Selection
+from tca_jax.methods.regions import Regions, Selection, causal_pairs
 from tca_jax.models.names import MODEL, parameters
 from tca_jax.models.sharding import DATA
 from tca_jax.pallas_kernels.backends import Backend

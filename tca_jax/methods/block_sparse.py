@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.methods.base import Attended, Heads, Layer, PrefillPolicy
-from tca_jax.methods.pairs import causal_pairs, sum_of_counts
-from tca_jax.methods.regions import Selected
+from tca_jax.methods.regions import Selected, causal_pairs, sum_of_counts
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns, block_sparse_attention
 from tca_jax.pallas_kernels.block_sparse_attention.lists import entries_by_distance
@@ -33,31 +32,6 @@ class Listed(NamedTuple):
 
     blocks: BlockLists  # blocks of every tile and query head
     columns: Columns | None = None  # single tokens of every query head, or None
-
-    def attend(
-        self,
-        q: Float[Array, "B L Hq d"],
-        k: Float[Array, "B L Hkv d"],
-        v: Float[Array, "B L Hkv d"],
-        lengths: Int[Array, " B"],
-        *,
-        block_size: int,
-        aligned: bool,
-        backend: Backend,
-    ) -> Float[Array, "B L Hq d"]:
-        """Attention over it; see `block_sparse_attention`. Tiles are as large as blocks."""
-        return block_sparse_attention(
-            q,
-            k,
-            v,
-            self.blocks,
-            lengths,
-            columns=self.columns,
-            block_size=block_size,
-            tile_size=block_size,
-            aligned=aligned,
-            backend=backend,
-        )
 
 
 class BlockSparsePrefill(PrefillPolicy):
@@ -106,18 +80,7 @@ class BlockSparsePrefill(PrefillPolicy):
         k: Float[Array, "B L Hkv d"],
         lengths: Int[Array, " B"],
     ) -> tuple[Listed, ...]:
-        """What all query heads attend to, `dense_tokens` heeded.
-
-        Args:
-            layer: The layer.
-            heads: Its KV heads.
-            q: Queries after RoPE, right-padded, `[B, L, Hq, d]`.
-            k: Keys, `[B, L, Hkv, d]`.
-            lengths: Prompt lengths `[B]`.
-
-        Returns:
-            As `estimate`, with all query heads.
-        """
+        """Lists of all query heads; prompts of at most `dense_tokens` list every block."""
         (batch, tokens, kv_heads, _), group = k.shape, q.shape[2] // k.shape[2]
         at_once = max(1, _MOST_SAMPLED // (batch * group * tokens * self.block_size))
         at_once = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= at_once)
@@ -162,19 +125,11 @@ class BlockSparsePrefill(PrefillPolicy):
     def attend_listed(
         self, q: Array, k: Array, v: Array, listed: tuple[Listed, ...], lengths: Array, backend: Backend
     ) -> Float[Array, "B L Hq d"]:
-        """Attention over what `listed` gave.
-
-        Args:
-            q: Queries after RoPE, right-padded, `[B, L, Hq, d]`.
-            k: Keys, `[B, L, Hkv, d]`.
-            v: Values, as `k`.
-            listed: What query tiles attend to.
-            lengths: Prompt lengths `[B]`.
-            backend: Kernel backend.
-        """
+        """Attention over `listed`; tiles are as large as blocks."""
+        options: dict[str, Any] = {"block_size": self.block_size, "tile_size": self.block_size}
+        options |= {"aligned": self.aligned, "backend": backend}
         first, *others = (
-            one.attend(q, k, v, lengths, block_size=self.block_size, aligned=self.aligned, backend=backend)
-            for one in listed
+            block_sparse_attention(q, k, v, blocks, lengths, columns=columns, **options) for blocks, columns in listed
         )
         return sum(others, start=first)
 
@@ -192,13 +147,7 @@ class BlockSparsePrefill(PrefillPolicy):
 def listed_pairs(
     listed: tuple[Listed, ...] | Listed, lengths: Int[Array, " B"], block_size: int
 ) -> Float32[Array, "B Hq"]:
-    """Causal pairs (query, key) that query heads attend to, of all launches; see `block_sparse_attention`.
-
-    Args:
-        listed: What query tiles attend to; a query head lists something in one launch at most.
-        lengths: Prompt lengths `[B]`.
-        block_size: Tokens in a block, and queries in a tile.
-    """
+    """Causal pairs (query, key) that query heads attend to, of all launches; tiles are as large as blocks."""
     launches = (listed,) if isinstance(listed, Listed) else listed
     with jax.named_scope("count_pairs"):
         first, *others = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +19,7 @@ def budget_sizes(config: TCAConfig) -> Int32[np.ndarray, " K"]:
 
 @functools.lru_cache
 def candidate_distributions(config: TCAConfig) -> Float64[np.ndarray, "M1 K"]:
-    """Shares of the blocks that get each budget (Eq. 4).
-
-    Returns:
-        [M + 1, K]: rows sum to one and run from sparse to generous; the last one, "dense", puts all on b.
-    """
+    """Shares of the blocks that get each budget (Eq. 4), from the sparsest row to "dense", which puts all on b."""
     b, num = config.block_size, config.num_candidates
     log_sizes = np.log2(budget_sizes(config).astype(np.float64))
     centers = np.log2(1 + np.arange(num) * (b - 1) / (num - 1))
@@ -40,33 +35,13 @@ def candidate_distributions(config: TCAConfig) -> Float64[np.ndarray, "M1 K"]:
 
 
 def budget_counts(config: TCAConfig, num_blocks: int) -> Int32[np.ndarray, "M1 K"]:
-    """Blocks that get each budget: Eq. 7 by largest remainder, so that the counts sum to `num_blocks`.
-
-    Args:
-        config: The method's hyperparameters.
-        num_blocks: Ranked blocks n of a prompt.
-
-    Returns:
-        [M + 1, K]; ties of remainders go to the smaller budget.
-
-    Raises:
-        ValueError: `num_blocks` is negative.
-    """
-    _validate_blocks(num_blocks)
+    """Ranked blocks that get each budget: Eq. 7 by largest remainder; ties go to the smaller budget."""
     return _largest_remainder(config, np.array([num_blocks]))[0]
 
 
 @functools.lru_cache(maxsize=64)
 def budget_count_table(config: TCAConfig, max_blocks: int) -> Int32[np.ndarray, "N M1 K"]:
-    """`budget_counts` for every number of blocks up to `max_blocks`, to be indexed by a traced n.
-
-    Returns:
-        [max_blocks + 1, M + 1, K], read-only.
-
-    Raises:
-        ValueError: `max_blocks` is negative.
-    """
-    _validate_blocks(max_blocks)
+    """`budget_counts` for 0 to `max_blocks` blocks, to be indexed by a traced n."""
     table = _largest_remainder(config, np.arange(max_blocks + 1))
     table.flags.writeable = False
     return table
@@ -87,7 +62,7 @@ def candidate_budgets(config: TCAConfig, num_blocks: int) -> Int32[Array, "M1 n"
         TypeError: `config` is no TCAConfig.
     """
     require_type("config", config, TCAConfig, "a TCAConfig")
-    _validate_blocks(num_blocks)
+    check_integer("num_blocks", num_blocks, at_least=0)
     sizes = budget_sizes(config)
     return jnp.asarray(np.stack([np.repeat(sizes, row) for row in budget_counts(config, num_blocks)]))
 
@@ -100,15 +75,8 @@ def eviction_budgets(config: TCAConfig) -> Int32[np.ndarray, " M1"]:
 
 @functools.lru_cache(maxsize=4096)
 def region_capacity(config: TCAConfig, candidate: int, max_blocks: int) -> int:
-    """Most tokens that a head selects from a prompt of at most `max_blocks` ranked blocks, its reserve included.
-
-    The maximum over all n, not the value at `max_blocks`: largest remainder is not monotone in n.
-
-    Args:
-        config: The method's hyperparameters.
-        candidate: The head's row of `candidate_budgets`.
-        max_blocks: Most ranked blocks.
-    """
+    """Most tokens that a head selects from a prompt of at most `max_blocks` ranked blocks, its reserve included."""
+    # Over all n, not at `max_blocks` alone: largest remainder is not monotone in n.
     at_most = np.cumsum(budget_count_table(config, max_blocks)[:, candidate], axis=-1)  # [N, K]
     return int(_most_selected(config, at_most, np.arange(max_blocks + 1)).max())
 
@@ -116,16 +84,7 @@ def region_capacity(config: TCAConfig, candidate: int, max_blocks: int) -> int:
 def kept_share(
     config: TCAConfig, tokens: int, candidates: Int32[np.ndarray, "*heads"]
 ) -> Float64[np.ndarray, "*heads"]:
-    """Share of a full cache's tokens that a prompt leaves in the cache of each head, at most.
-
-    Kept are what a head selects, as `region_capacity` counts it for one number of blocks, and every token right of the
-    ranked blocks.
-
-    Args:
-        config: The method's hyperparameters.
-        tokens: Length of the prompt, L.
-        candidates: Rows of `candidate_budgets`, `[*heads]`.
-    """
+    """Share of a prompt's tokens that the cache of each head keeps at most: selected tokens and the window."""
     ranked = config.num_ranked_blocks(tokens)
     at_most = np.cumsum(budget_counts(config, ranked).astype(np.int64), axis=-1)
     selected = _most_selected(config, at_most[candidates], ranked)
@@ -133,19 +92,9 @@ def kept_share(
 
 
 def _most_selected(config: TCAConfig, at_most: Int[np.ndarray, "*n K"], blocks: int | np.ndarray) -> np.ndarray:
-    """Most tokens that a head selects from a number of ranked blocks; the reserve may hold tokens of the budgets.
-
-    Args:
-        config: The method's hyperparameters.
-        at_most: Blocks of at most k tokens for every k.
-        blocks: Ranked blocks.
-    """
+    """Most tokens that a head selects from ranked blocks, of which `at_most` get 1, 2, 4, ... tokens or fewer."""
     kept = np.diff(at_most, axis=-1, prepend=0) @ budget_sizes(config) + config.reserve_tokens
     return np.minimum(kept, blocks * config.block_size)
-
-
-def _validate_blocks(num_blocks: Any) -> None:
-    check_integer("num_blocks", num_blocks, at_least=0)
 
 
 def _largest_remainder(config: TCAConfig, blocks: np.ndarray) -> np.ndarray:

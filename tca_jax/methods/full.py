@@ -7,8 +7,7 @@ import dataclasses
 from jaxtyping import Array
 
 from tca_jax.methods.base import UNBOUNDED, Attended, CachePolicy, Heads, Layer, Method, PrefillPolicy
-from tca_jax.methods.pairs import causal_pairs
-from tca_jax.methods.regions import Selected, Selection
+from tca_jax.methods.regions import Selected, Selection, causal_pairs
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 

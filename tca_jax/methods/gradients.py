@@ -32,18 +32,7 @@ def attend_selection(
 ) -> Float[Array, "B L Hq d"]:
     """Attention of prompts over their windows and a selection left of them; the selection is a constant of gradients.
 
-    Args:
-        q: Queries after RoPE [B, L, Hq, d].
-        k: Keys after RoPE [B, L, Hkv, d]; `v` the values.
-        selection: What is kept of whole blocks.
-        lengths: Prompt lengths [B].
-        regions: Where it is compacted to; static, as all behind it.
-        block_size: Tokens in a block, b.
-        window: Least number of local tokens, w.
-        backend: Kernel backend of the forward pass.
-
-    Returns:
-        [B, L, Hq, d] in the type of `q`; rows past a length are zero.
+    Rows past a length are zero. Arguments from `regions` on are static.
     """
     budgets, pool = regions.fill(selection, k, v, block_size=block_size, backend=backend)
     return prefill_attention(q, k, v, pool, budgets, lengths, block_size=block_size, window=window, backend=backend)

@@ -1,4 +1,4 @@
-"""Where each head's selected tokens lie in a layer's compact buffer, and how a selection gets there."""
+"""Selections: each head's tokens in a layer's compact buffer, and the pairs (query, key) that they make."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
@@ -16,6 +17,8 @@ from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pages, Pool
 from tca_jax.pallas_kernels.numerics import round_up
 from tca_jax.pallas_kernels.select_tokens import select_tokens
+
+_LOW_BITS = 12  # of numbers that are summed in two parts
 
 
 class Selection(NamedTuple):
@@ -166,3 +169,37 @@ class Regions:
         starts = jnp.pad(ends, ((0, 0), (1, 0)))[:, :-1]
         rows = jnp.arange(self.batch, dtype=jnp.int32)[:, None] * self.row_tokens
         return rows + starts, ends - starts
+
+
+def causal_pairs(lengths: Int[Array, " B"]) -> Float32[Array, " B"]:
+    """Pairs (query i, key j <= i) of prompts of n tokens: n (n + 1) / 2."""
+    n = lengths.astype(jnp.float32)
+    return n * (n + 1) / 2
+
+
+def sum_of_counts(counts: Int[Array, "*rows n"]) -> Float32[Array, "*rows"]:
+    """Sums over the last axis, rounded at their end alone: of up to 2^20 numbers that are not negative.
+
+    The sums may be past what int32 holds, and sums in float32 would round with every number.
+    """
+    low = jnp.sum(counts & (1 << _LOW_BITS) - 1, axis=-1, dtype=jnp.uint32)
+    high = jnp.sum(counts >> _LOW_BITS, axis=-1, dtype=jnp.uint32) + (low >> _LOW_BITS)
+    low &= (1 << _LOW_BITS) - 1
+    return high.astype(jnp.float32) * (1 << _LOW_BITS) + low.astype(jnp.float32)
+
+
+def selected_pairs(
+    budgets: Int[Array, "B Hkv nb"], lengths: Int[Array, " B"], *, block_size: int, window: int
+) -> Float32[Array, "B Hkv"]:
+    """Causal pairs (query, key) that a KV head's queries attend to over their windows and a selection left of these.
+
+    A query in block t has the tokens from max(0, t b - w) up to its own, and the selected ones of the blocks before.
+    Counts are those of one query head of the group.
+    """
+    with jax.named_scope("count_pairs"):
+        blocks = np.arange(budgets.shape[-1] + 1)  # of queries; a last one that is cut off has no budget
+        edges = np.maximum(0, blocks - window // block_size)
+        queries = jnp.clip(lengths[:, None] - blocks * block_size, 0, block_size)
+        local = queries * ((blocks - edges) * block_size) + queries * (queries + 1) // 2
+        prefixes = jnp.pad(jnp.cumsum(budgets, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
+        return sum_of_counts(local[:, None] + queries[:, None] * prefixes[..., edges])

@@ -37,23 +37,13 @@ class PromptScores(NamedTuple):
 
 
 def score_prompt(
-    q_last: Float[Array, "B O Hq d"],
+    q_last: Float[Array, "B O Hq d"],  # `q_last[:, -a]` is at position length - a; ignored where that is negative
     k: Float[Array, "B L Hkv d"],
     lengths: Int[Array, " B"],
     config: TCAConfig,
     backend: Backend = "auto",
 ) -> PromptScores:
-    """Scores every token of a prompt and chooses the reserve.
-
-    Args:
-        q_last: Last prompt queries after RoPE [B, O, Hq, d]; `q_last[:, -a]` is the one at position length - a and does
-            not count where that is negative. The last one scores the blocks, the last `config.observation` choose the
-            reserve.
-        k: Prompt keys after RoPE [B, L, Hkv, d], right-padded.
-        lengths: Prompt lengths [B]; may be traced.
-        config: The method's hyperparameters.
-        backend: Kernel backend.
-    """
+    """Scores every token of a prompt by its last query, and chooses the reserve by the last `config.observation`."""
     b = config.block_size
     with jax.named_scope("token_scores"):
         scored = token_scores(q_last[:, -1], k, lengths, block_size=b, backend=backend)
@@ -75,18 +65,7 @@ def row_budgets(
     config: TCAConfig,
     heads: Int[Array, " Hkv"] | None = None,
 ) -> Int32[Array, "B Hkv nb"]:
-    """Tokens that every block keeps: Psi at its rank, or its reserved tokens where these are more.
-
-    Args:
-        prompt_scores: From `score_prompt`.
-        rows: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
-        lengths: Prompt lengths [B]; may be traced.
-        config: The method's hyperparameters.
-        heads: As for `block_density`.
-
-    Returns:
-        int32 [B, Hkv, L // b]; 0 for blocks that are not ranked.
-    """
+    """Tokens that every ranked block keeps: Psi at its rank, or its reserved tokens where these are more."""
     budgets = head_budgets(prompt_scores.scored, rows, lengths, config, heads)
     if prompt_scores.reserved is None:
         return budgets
@@ -98,19 +77,9 @@ def block_density(
     token_scores: TokenScores,
     num_ranked: Int[Array, " B"],
     config: TCAConfig,
-    heads: Int[Array, " Hkv"] | None = None,
+    heads: Int[Array, " Hkv"] | None = None,  # numbers in the model, on which "random" depends; None: all heads
 ) -> Float32[Array, "B Hkv nb"]:
-    """Density by which blocks are ordered for budgeting; the lowest gets the smallest budget (Eq. 6).
-
-    Args:
-        token_scores: Scores and block statistics of the prompt.
-        num_ranked: Ranked blocks n of every row [B].
-        config: The method's hyperparameters; `density`, `index`, `alpha` and `seed` matter here.
-        heads: Numbers of the KV heads in the model, on which "random" depends; None: they are all of them.
-
-    Returns:
-        [B, Hkv, L // b]; +inf from block n on.
-    """
+    """Density by which blocks are ordered; the lowest gets the smallest budget (Eq. 6). +inf past the ranked blocks."""
     scores, mass, hhi = token_scores
     num_blocks = mass.shape[-1]
     if config.density == "random":
@@ -124,18 +93,11 @@ def block_density(
 
 
 def block_budgets(
-    density: Float32[Array, "B Hkv nb"], num_ranked: Int[Array, " B"], counts: Int[Array, "B Hkv K"]
+    density: Float32[Array, "B Hkv nb"],  # lowest first in rank; ties go to the lower block
+    num_ranked: Int[Array, " B"],
+    counts: Int[Array, "B Hkv K"],  # ranked blocks that get 1, 2, 4, ... tokens
 ) -> Int32[Array, "B Hkv nb"]:
-    """Token budget t_j of every block: Psi at the block's rank (Eq. 7).
-
-    Args:
-        density: Densities, lowest first in rank; ties go to the lower block.
-        num_ranked: Ranked blocks n of every row [B].
-        counts: Ranked blocks that get 1, 2, 4, ... tokens; sums to n over K.
-
-    Returns:
-        int32 [B, Hkv, L // b]; 0 from block n on.
-    """
+    """Token budget t_j of every block: Psi at the block's rank (Eq. 7), 0 past the ranked blocks."""
     num_blocks = density.shape[-1]
     ranked = jnp.arange(num_blocks) < num_ranked[:, None, None]
     order = jnp.argsort(jnp.where(ranked, density, jnp.inf), axis=-1, stable=True)
@@ -156,17 +118,7 @@ def select_by_candidates(
     *,
     heads: Int[Array, " Hkv"] | None = None,
 ) -> Selection:
-    """Scores a prompt's tokens once and deals each head's budgets out to its blocks.
-
-    Args:
-        q_last: Last prompt queries, as `score_prompt` takes them [B, O, Hq, d].
-        k: Prompt keys after RoPE [B, L, Hkv, d], right-padded.
-        candidates: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
-        lengths: Prompt lengths [B]; may be traced.
-        config: The method's hyperparameters.
-        backend: Kernel backend.
-        heads: As for `block_density`.
-    """
+    """Scores a prompt's tokens once and distributes each head's budgets over its blocks."""
     scores = score_prompt(q_last, k, lengths, config, backend)
     with jax.named_scope("select"):
         return Selection(scores.ranking, row_budgets(scores, candidates, lengths, config, heads))
@@ -179,18 +131,7 @@ def head_budgets(
     config: TCAConfig,
     heads: Int[Array, " Hkv"] | None = None,
 ) -> Int32[Array, "B Hkv nb"]:
-    """Psi at the rank of every block, by its head's candidate (Eq. 7): what it keeps where there is no reserve.
-
-    Args:
-        scored: Token scores and block statistics of the prompt.
-        candidates: Row of `candidate_budgets` for every KV head [Hkv].
-        lengths: Prompt lengths [B].
-        config: The method's hyperparameters.
-        heads: As for `block_density`.
-
-    Returns:
-        int32 [B, Hkv, L // b]; 0 for blocks that are not ranked.
-    """
+    """Psi at the rank of every block, by its head's candidate (Eq. 7): its budget without a reserve."""
     ranked = config.num_ranked_blocks(lengths)
     density = block_density(scored, ranked, config, heads)
     table = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(scored.scores.shape[-1])))

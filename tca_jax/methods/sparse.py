@@ -19,8 +19,7 @@ from tca_jax.methods.base import (
     compact,
     last_queries,
 )
-from tca_jax.methods.pairs import causal_pairs, selected_pairs
-from tca_jax.methods.regions import Selected
+from tca_jax.methods.regions import Selected, causal_pairs, selected_pairs
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention

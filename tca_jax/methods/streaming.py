@@ -24,9 +24,9 @@ class StreamingCache(CachePolicy):
 
     layers_differ: ClassVar[bool] = False
 
-    sinks: int = 4
-    window: int = 4096
-    block_size: int = 128
+    sinks: int = 4  # tokens kept from the start of the sequence
+    window: int = 4096  # least number of local tokens, a multiple of `block_size`
+    block_size: int = 128  # tokens in a block, a power of two
 
     def __post_init__(self) -> None:
         check_geometry(self.block_size, self.window)
@@ -62,15 +62,6 @@ class StreamingCache(CachePolicy):
 
 
 def streaming(sinks: int = 4, window: int = 4096, block_size: int = 128) -> Method:
-    """Sinks and a window, for the prompt's queries and for the cache.
-
-    Args:
-        sinks: Tokens kept from the start of the sequence.
-        window: Least number of local tokens, a multiple of `block_size`.
-        block_size: Tokens in a block, a power of two.
-
-    Raises:
-        ValueError: a number is not allowed.
-    """
+    """Sinks and a window, for the prompt's queries and for the cache."""
     cache = StreamingCache(sinks, window, block_size)
     return Method("streaming", SparsePrefill(cache), cache)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.methods.base import Attended, BlockMeans, Heads, Method, ScoredCache, ScoredPrefill, num_ranked_blocks
-from tca_jax.methods.pairs import causal_pairs
-from tca_jax.methods.regions import Regions, Selection
+from tca_jax.methods.regions import Regions, Selection, causal_pairs
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
 from tca_jax.pallas_kernels.causal_attention import causal_attention

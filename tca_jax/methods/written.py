@@ -14,19 +14,14 @@ from tca_jax.methods.registry import names, option_names
 Parts = tuple[tuple[str, Mapping[str, Any]], ...]
 
 
-def parse_parts(text: str, option: str, more: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Parts:
+def parse_parts(
+    text: str,
+    option: str,  # of the command line, for messages
+    more: Mapping[str, Sequence[str]] = MappingProxyType({}),  # further allowed names, with their options
+) -> Parts:
     """The parts of a method such as "random:share=0.25" or "full+streaming:window=512,sinks=8".
 
-    Commas stand between options, and a plus between a prefill and a cache, each with its own options. Values are
-    numbers, true, false, null or text.
-
-    Args:
-        text: The method.
-        option: What messages begin with: the option of the command line.
-        more: Names that are no registered methods and are allowed here, with their options.
-
-    Raises:
-        ValueError: a name is not registered, or an option unknown.
+    Values are numbers, true, false, null or text. ValueError if a name or an option is unknown.
     """
     return tuple(_part(part, f"{option} {text}", more) for part in text.split("+"))
 
@@ -54,11 +49,7 @@ def _value(text: str) -> Any:
 
 
 def joined(parts: Parts, where: str) -> tuple[str, dict[str, Any]]:
-    """A registered name, or a pair of them, and its options as `get` takes them.
-
-    Raises:
-        ValueError: a method is joined with itself under other options; `where` names it.
-    """
+    """A registered name, or a pair of them, and its options as `get` takes them; `where` begins messages."""
     name = "+".join(part for part, _ in parts)
     if len(parts) == 1:
         return name, dict(parts[0][1])

@@ -14,7 +14,7 @@ import tca_jax
 from tca_jax import methods
 from tca_jax.methods.base import Heads
 from tca_jax.methods.block_sparse import Listed, listed_pairs
-from tca_jax.methods.pairs import causal_pairs, selected_pairs, sum_of_counts
+from tca_jax.methods.regions import causal_pairs, selected_pairs, sum_of_counts
 
 LENGTHS, DIM, KV_HEADS = (210, 61), 32, 2
 GEOMETRY = {"block_size": 8, "window": 16}
