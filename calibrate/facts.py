@@ -1,4 +1,4 @@
-"""Facts that calibration hides in a text and asks for, in many wordings."""
+"""Facts that calibration hides in a text, and questions about them, in many wordings."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def _checked(name: str, value: Any, kind: str, shape: tuple[int, ...]) -> np.nda
     return array
 
 
-def _require(name: str, array: np.ndarray, allowed: np.ndarray, what: str) -> None:
+def _require(name: str, array: np.ndarray, allowed: np.ndarray, must: str) -> None:
     """Raises UserError, which names the first entry that is not allowed."""
     at = tuple(map(int, np.unravel_index(np.argmin(allowed), allowed.shape)))
-    require(allowed.all(), f"Profile.{name}{list(at)} = {array[at]}: must {what}")
+    require(allowed.all(), f"Profile.{name}{list(at)} = {array[at]}: must {must}")

@@ -1,4 +1,4 @@
-"""What a literal repetition of a text owes to each of its tokens (DESIGN 2.3).
+"""The worth of each token to a literal repetition of its text (DESIGN 2.3).
 
 After the text the chat template asks for it, and the text follows again in chunks. A chunk sees of the text its own
 chunk, the one before and the first tokens, so the cost is linear in the length. The margin of the repetition is
@@ -42,7 +42,7 @@ class LayerInputs(NamedTuple):
 
 
 class LayerTargets(NamedTuple):
-    """What a layer's heads owe to each token of a text."""
+    """Targets of a layer's heads, for each token of a text."""
 
     values: Float32[Array, "3 Hkv L"]  # in the order of `TARGETS`
     head_weight: Float32[Array, " Hkv"]  # mean over queries of max_g |dm/do|, times the mean of |v|
@@ -94,7 +94,7 @@ def repetition_rows(ids: Sequence[int], request: Sequence[int], chunk: int = CHU
 def text_targets(
     lm: LM, ids: Sequence[int], layers: Sequence[LayerInputs], rows: TextRows
 ) -> Iterator[tuple[int, LayerTargets]]:
-    """What rows owe to a text that was read; yields each layer's number and targets, last layer first."""
+    """Targets of rows after a text that was read; yields each layer's number and targets, last layer first."""
     positions = np.broadcast_to(len(ids) + np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
     passed = LayerPass(lm, rows.tokens, positions)
     static: dict[str, Any] = {"rows": len(rows.tokens), "chunk": rows.chunk}
@@ -131,7 +131,7 @@ def _read_layer(
 
 
 def _seen_by(x: Float[Array, "1 L H d"], rows: int, chunk: int) -> Float[Array, "R m H d"]:
-    """What each row sees of the text: its own chunk, the one before, the first tokens."""
+    """Tokens of the text that each row sees: its own chunk, the one before, the first tokens."""
     padded = jnp.pad(x[0, : rows * chunk], ((0, max(0, rows * chunk - x.shape[1])), (0, 0), (0, 0)))
     own = padded.reshape(rows, chunk, *x.shape[2:])
     before = jnp.concatenate([own[:1], own[:-1]])
@@ -151,7 +151,7 @@ _Row = tuple[Array, Array, Array, Array, Array, Array]  # q, k, v of a row; keys
 
 
 def _probabilities(row: _Row) -> Float32[Array, "Hkv G n keys"]:
-    """Attention probabilities of a row's queries over what they see of the text, and over the row."""
+    """Attention probabilities of a row's queries over tokens of the text that they see, and over the row."""
     q, k, _, text_k, _, seen = row
     grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
     causal = jnp.arange(len(k)) <= jnp.arange(len(q))[:, None]

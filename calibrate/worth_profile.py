@@ -1,4 +1,4 @@
-"""Profiles of predicted worth: fitted maps, what they were measured to hold, and the shares chosen (docs/worth.md)."""
+"""Profiles of predicted worth: fitted maps, measured tables, and the chosen shares (docs/worth.md)."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class WorthProfile:
         )
 
     def kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
-        """About what each head keeps of `num_tokens` tokens like the calibration's, the window included."""
+        """Share, about, that each head keeps of `num_tokens` tokens like the calibration's, the window included."""
         check_integer("num_tokens", num_tokens, at_least=1)
         ranked = num_ranked_blocks(int(num_tokens), BLOCK, WINDOW) * BLOCK
         return (_shares_at(self.maps.shares, self.kept) * ranked + num_tokens - ranked) / num_tokens
@@ -128,7 +128,7 @@ class WorthProfile:
 
     @classmethod
     def of_saved(cls, folder: Any, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> WorthProfile:
-        """The profile of what `save` wrote."""
+        """The profile of the files of `save`."""
         with explaining(f"{folder}: damaged", ValueError, TypeError, LookupError, AttributeError):
             fields = {name: metadata[name] for name in _METADATA}
             of_maps = {name: arrays[name] for name in _OF_MAPS}
@@ -158,7 +158,7 @@ def require_share(name: str, value: float | None) -> None:
 
 
 def _shares_at(shares: Float32[np.ndarray, "layers Hkv"], kept: float) -> Float64[np.ndarray, "layers Hkv"]:
-    """About what heads keep at another share in all than they were measured at: their odds change by one factor."""
+    """Shares of heads, about, at another share of all tokens than the measured one: odds change by one factor."""
     odds = np.clip(shares, 1e-3, 1 - 1e-3) / (1 - np.clip(shares, 1e-3, 1 - 1e-3))
     low, high = 1e-9, 1e9
     for _ in range(60):
@@ -197,7 +197,7 @@ def calibrate_worth(
 def packed_texts(
     lm: Encoder, texts: Prompt | Sequence[Prompt], count: int, tokens: int, kept: float | None
 ) -> tuple[list[list[int]], int]:
-    """Token ids of `count` texts, and the tokens of a repeated chunk; checks what `calibrate` is given."""
+    """Token ids of `count` texts, and the tokens of a repeated chunk; checks the arguments of `calibrate`."""
     check_integer("count", count, at_least=2)
     check_integer("tokens", tokens, at_least=_LEAST_TOKENS)
     require_share("kept", kept)
@@ -261,17 +261,17 @@ def _doubt(table: Sequence[Mapping[str, float]], name: str) -> str | None:
 def _measure(
     lm: LM, profile: WorthProfile, probed: Sequence[ProbedText], progress: Progress
 ) -> tuple[tuple[dict[str, float], ...], tuple[dict[str, float], ...]]:
-    """Answers behind texts at kept shares, and losses inside texts at selected ones."""
+    """Answers after texts at kept shares, and losses inside texts at selected ones."""
     steps = len(probed) * (len(_KEPT) + len(_SELECTED) + 2)
     done = iter(range(1, steps + 1))
 
-    def tell(found: Any) -> Any:
+    def counted(found: Any) -> Any:
         progress("measuring answers and losses", next(done), steps)
         return found
 
     def answers(of: WorthProfile | None) -> list[dict[str, list[Any]]]:
         under = lm.with_profile(of)
-        return [tell(_answers(under, each)) for each in probed]
+        return [counted(_answers(under, each)) for each in probed]
 
     reference = answers(None)
     known = {kind: [flag for each in reference for flag in each[kind]] for kind in ("facts", "copy")}
@@ -286,30 +286,30 @@ def _measure(
             row[name] = float(np.mean(both)) if both else float("nan")
         following = float(np.mean([loss for each in found for loss in each[FOLLOW]]))
         kept_table.append(row | {"following": following / base - 1})
-    _, plain_full, copy_full, fact_full = _means([tell(_losses(lm.with_profile(None), each)) for each in probed])
+    _, plain_full, copy_full, fact_full = _means([counted(_losses(lm.with_profile(None), each)) for each in probed])
     reading_table = []
     for share in _SELECTED:
         under = lm.with_profile(profile.with_kept(1.0, share))
-        attended, plain, copy, fact = _means([tell(_losses(under, each)) for each in probed])
+        attended, plain, copy, fact = _means([counted(_losses(under, each)) for each in probed])
         row = {"selected": share, "attended": attended, "plain": plain / plain_full - 1}
         reading_table.append(row | {"copy": copy - copy_full, "fact": fact - fact_full})
     return tuple(kept_table), tuple(reading_table)
 
 
 def _means(figures: Sequence[Sequence[float]]) -> list[float]:
-    """Means over texts of what was measured; NaN where nothing was."""
+    """Means over texts; NaN where nothing was measured."""
     columns = [[x for x in column if not math.isnan(x)] for column in zip(*figures, strict=True)]
     return [float(np.mean(column)) if column else math.nan for column in columns]
 
 
 def _counted(segment: Segment) -> tuple[int, int]:
-    """The first token of a probe that counts, at least the second one, and the one behind the last."""
+    """The first token of a probe that counts, at least the second one, and the one after the last."""
     places = np.flatnonzero(segment.answers)
     return max(1, int(places[0])), int(places[-1]) + 1
 
 
 def _answers(lm: LM, text: ProbedText) -> dict[str, list[Any]]:
-    """Whether facts and copies are right, and the loss of the text that follows, behind a text."""
+    """Whether facts and copies are right, and the loss of the text that follows, after a text."""
     asked = [segment for segment in text.segments if any(segment.answers)]
     spans = [_counted(segment) for segment in asked]
     prompts = [list(segment.ids[:first]) for segment, (first, _) in zip(asked, spans, strict=True)]

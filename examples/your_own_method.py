@@ -83,7 +83,7 @@ class ObservedCache(methods.CachePolicy):
 
 
 def observed(threshold: float = 1.0, window: int = 4096) -> methods.Method:
-    """Prompt queries attend to what stays in the cache."""
+    """Prompt queries attend to the tokens of the cache."""
     cache = ObservedCache(threshold=threshold, window=window)
     return methods.Method("observed", methods.SparsePrefill(cache), cache)
 

@@ -1,1 +1,1 @@
-"""What measures the library: evaluation, recall tasks, benchmarks, pictures of results. The core imports none of it."""
+"""Measurements of the library: evaluation, recall tasks, benchmarks, pictures. The core imports none of it."""

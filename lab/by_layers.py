@@ -54,7 +54,7 @@ class FullRead:
 
 
 class MaskedRead(NamedTuple):
-    """A document that was read, and what a method keeps of it."""
+    """A document that was read, and the tokens that a method keeps."""
 
     ids: list[int]
     keys: list[tuple[Array, Array]]  # k, v [1, L', Hkv, d] of each layer, means of evicted tokens behind the tokens
@@ -108,8 +108,8 @@ def read_losses(lm: LM, ids: Sequence[int]) -> tuple[Float32[np.ndarray, " L"], 
 
 def _layers(lm: LM, passed: TextPass) -> Iterator[LayerRead]:
     """Layers of a text under the model's method; methods whose layers differ compile a program for each."""
-    alike = lm.method == BASELINE or isinstance(lm.method.cache, ScoredCache)
-    numbered = {"of_layer": lambda number: {"layer": 0 if alike else number}}
+    shared = lm.method == BASELINE or isinstance(lm.method.cache, ScoredCache)
+    numbered = {"of_layer": lambda number: {"layer": 0 if shared else number}}
     return passed.layers(_read_layer, lambda number: (lm.settings_of(number),), **numbered, method=lm.method)
 
 
@@ -118,7 +118,7 @@ def _mean_share(layers: Iterable[LayerRead]) -> float:
 
 
 def _masks(lm: LM, full: FullRead, layers: Iterable[LayerRead]) -> list[Array]:
-    """Kept tokens of each layer; `full` holds what methods that repeat the document measured."""
+    """Kept tokens of each layer; `full` holds the measurements of methods that repeat the document."""
     policy: Any = lm.method.cache
     tokens, lengths = map(jnp.asarray, pad_tokens([full.ids]))
     if policy.reader is None:

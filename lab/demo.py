@@ -122,7 +122,7 @@ def model_line(model: str) -> str:
 def run_demo(
     checkpoint: Checkpoint, tokens: int, questions: int, seed: int, out: Path, report: Report | None = None
 ) -> DemoResult:
-    """Reads a document, asks the questions under each method, and draws what predicted worth keeps."""
+    """Answers questions about a document under each method, and draws the tokens that predicted worth keeps."""
     report = report or (lambda step, done, total: None)
     model = RECALL_TINY if checkpoint.name == RECALL_TINY else SMOLLM2
     frame, rng = DocumentTemplate.of(checkpoint), np.random.default_rng(seed)

@@ -46,7 +46,7 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """Most tokens of one sequence: the checkpoint's positions, or what RoPE scaling stretches them to.
+        """Most tokens of one sequence: the checkpoint's positions, or more by RoPE scaling.
 
         `max_position_embeddings` means the stretched context in some checkpoints and the original one in
         others (Qwen2.5 with YaRN); the larger reading counts.
@@ -173,7 +173,7 @@ def _refuse_unsupported(entries: Entries, family: str) -> None:
 
 
 def _rope_parameters(entries: Entries) -> dict[str, Any]:
-    """One spelling of RoPE out of two, with what transformers 4.x keeps beside it put in."""
+    """One spelling of RoPE out of two, with the entries that transformers 4.x keeps beside it."""
     values = entries.values
     parameters: Mapping[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):

@@ -67,7 +67,7 @@ class RMSNorm(nnx.Module):
 
 
 class SelfAttention(nnx.Module):
-    """Projections, QK norm (Qwen3) and RoPE before the attention, and the output projection behind it.
+    """Projections, QK norm (Qwen3) and RoPE before the attention, and the output projection.
 
     One product gives queries, keys and values; of a single token, three products take longer. Its kernel is
     `[D, H_kv, G + 2, d]`: each KV head's G query heads, its key head and its value head.
@@ -340,12 +340,12 @@ def _linear(
 
 @functools.lru_cache(maxsize=8)
 def _dot_general(sum_parts: Callable[[Array], Array]) -> Callable[..., Array]:
-    """One object for one function: decoders are equal, and share what was compiled, where their parts are."""
+    """One object for one function: decoders are equal, and share programs, where their parts are."""
     return functools.partial(dot_general, finish=sum_parts)
 
 
 def _outer_dtype(dtype: DTypeLike, param_dtype: DTypeLike) -> DTypeLike:
-    """What norms, embedding, head and biases are stored in beside projections in `param_dtype`."""
+    """Dtype of norms, embedding, head and biases beside projections in `param_dtype`."""
     return dtype if is_quantized(param_dtype) else param_dtype
 
 

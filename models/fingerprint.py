@@ -28,7 +28,7 @@ _NOT_HASHED = ("rope", "dtype_name")
 
 
 def fingerprint(decoder: Decoder, head_orders: HeadOrders | None = None) -> str:
-    """Hash of the architecture and of every tensor of a checkpoint, rounded to what all loading dtypes can hold.
+    """Hash of the architecture and of every tensor of a checkpoint, rounded to numbers that all loading dtypes hold.
 
     It does not depend on which tensors the decoder joins into one weight. All loading dtypes can hold bfloat16 without
     the values below float16's normal range. A checkpoint that is stored in float32 and loaded in float16 is rounded

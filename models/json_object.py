@@ -47,7 +47,7 @@ class Entries:
         return value if isinstance(value, bool) else self.refuse(key, "true or false")
 
     def refuse(self, key: str, must: str) -> Any:
-        """Raises ValueError with the entry and what it must be."""
+        """Raises ValueError with the entry and the allowed values."""
         raise UserError(f"{self.name.format(key)} = {self.values.get(key)!r}: must be {must}")
 
 
@@ -64,12 +64,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds; errors are those of `read_json_object`."""
+    """Content of a JSON file; errors are those of `read_json_object`."""
     with explaining(f"{path} is not valid JSON", ValueError, RecursionError):
         return json.loads(path.read_text(encoding="utf-8"))
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether the file is what Git leaves in place of one that it has not fetched."""
+    """Whether Git LFS has left a pointer in place of the file."""
     with path.open("rb") as file:
         return file.read(len(_LFS)) == _LFS

@@ -39,12 +39,12 @@ class _Row:
 
 
 def _queries_key_value(config: ModelConfig) -> tuple[int, ...]:
-    """What is joined in `SelfAttention.qkv`: a KV head's queries, its key, its value."""
+    """Parts of `SelfAttention.qkv`: a KV head's queries, its key, its value."""
     return config.num_heads // config.num_kv_heads, 1, 1
 
 
 def _gate_and_up(config: ModelConfig) -> tuple[int, ...]:
-    """What is joined in `GatedMLP.gate_up`."""
+    """Parts of `GatedMLP.gate_up`."""
     return 1, 1
 
 
@@ -103,7 +103,7 @@ _TABLE = (
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the tensors of a parameter lie side by side in it. Hashable: a static value under jit."""
+    """Order of the tensors of a parameter. Hashable: a static value under jit."""
 
     shape: tuple[int, ...]  # of the parameter
     lead: int  # leading axes that parameter and tensors have in common
@@ -138,9 +138,9 @@ class Layout:
         """Tensors of a parameter's value, NumPy or JAX, not transposed."""
         if not self.widths:
             return [value]
-        behind = (slice(None),) * (1 + self.trail)
+        trailing = (slice(None),) * (1 + self.trail)
         return [
-            value[(..., slice(end - width, end), *behind)].reshape(shape)
+            value[(..., slice(end - width, end), *trailing)].reshape(shape)
             for shape, width, end in zip(
                 self.tensor_shapes, self.widths, itertools.accumulate(self.widths), strict=True
             )

@@ -230,7 +230,7 @@ class _Source:
 
 
 def _quantized(made: list[Parameter]) -> dict[tuple[Any, ...], Quantized]:
-    """What each kernel becomes in eight bits, by the kernel's path."""
+    """Parameters of each kernel in eight bits, by the kernel's path."""
     by_path = {parameter.path: parameter for parameter in made}
     of_codes = [path for path in by_path if path[-1] == "codes"]
     return {(*path[:-1], "kernel"): Quantized(by_path[path], by_path[(*path[:-1], "scale")]) for path in of_codes}
@@ -280,7 +280,7 @@ def _progress(sizes: Mapping[str, int], callback: Callable[[int, int], None] | N
 
 
 def _read_headers(folder: Path) -> dict[str, _Stored]:
-    """Every tensor of the checkpoint, from the headers of its files; names are those of a whole causal model."""
+    """Every tensor of the checkpoint, from the headers of its files; names are those of a causal model."""
     stored: dict[str, _Stored] = {}
     if (path := find_gguf(folder)) is not None:
         gguf = open_gguf(path)

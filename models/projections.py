@@ -64,8 +64,8 @@ def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], *inputs: Arr
     steps = tokens // step
     results = jax.lax.fori_loop(0, steps, lambda i, results: write(i * step, sizes, results), results)
     if rest := tokens - steps * step:
-        whole = list(itertools.takewhile(lambda end: end < rest, itertools.accumulate(sizes)))
-        results = write(steps * step, [*sizes[: len(whole)], rest - sum(sizes[: len(whole)])], results)
+        complete = list(itertools.takewhile(lambda end: end < rest, itertools.accumulate(sizes)))
+        results = write(steps * step, [*sizes[: len(complete)], rest - sum(sizes[: len(complete)])], results)
     return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), results)
 
 

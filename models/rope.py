@@ -133,7 +133,7 @@ def fixed_frequencies(head_dim: int, rope: RopeConfig) -> tuple[float, ...] | No
 
 
 def _dynamic_growth(positions: Int[Array, "B L"], head_dim: int, rope: RopeConfig) -> Float[Array, "B 1 half"]:
-    """What dynamic NTK multiplies the frequencies with once a row is longer than the original context.
+    """Factors of dynamic NTK for the frequencies of rows longer than the original context.
 
     theta grows by s^(d / (d - 2)) with s = factor * length / original - (factor - 1), so pair i slows by
     s^(-2 i / (d - 2)): the fastest stays, the slowest is divided by s.

@@ -1,4 +1,4 @@
-"""Models on a mesh of devices: which meshes fit, how the weights lie, and what a device computes with its part of them.
+"""Models on a mesh of devices: allowed meshes, shards of the weights, and computation with a shard.
 
 Weights are split over the mesh axis "model", by the table in `names`, and replicated over "data". Under `jax.shard_map`
 each device has whole KV heads with their queries, and a part of the MLP's inner width. So with x the residual stream,
@@ -135,7 +135,7 @@ def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
 def parameter_specs(
     config: ModelConfig, mesh: Mesh | AbstractMesh | None = None, param_dtype: DTypeLike = jnp.bfloat16
 ) -> Any:
-    """The `PartitionSpec` of every parameter, in the structure of the decoder's state: what `jax.shard_map` takes.
+    """The `PartitionSpec` of every parameter, in the structure of the decoder's state, for `jax.shard_map`.
 
     Axes that `mesh` lacks are left out.
     """
@@ -195,7 +195,7 @@ def sum_over_parts(
 
 
 def mesh_of(weight: Array) -> Mesh | None:
-    """The mesh that a weight lies on; None on one device."""
+    """The mesh of a weight; None on one device."""
     mesh = getattr(weight.sharding, "mesh", None)
     return mesh if isinstance(mesh, Mesh) else None
 

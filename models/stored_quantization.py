@@ -30,7 +30,7 @@ _READ = (
 
 @dataclasses.dataclass(frozen=True)
 class StoredQuantization:
-    """What a checkpoint's `quantization_config` says of its weights."""
+    """Scales of a checkpoint's eight-bit weights, from its `quantization_config`."""
 
     block: tuple[int, int] | None  # outputs and inputs that share a scale; None where all inputs do
 
@@ -62,7 +62,7 @@ class StoredQuantization:
 
 
 def read_quantization(folder: Path) -> StoredQuantization | None:
-    """What the `config.json` of a checkpoint folder says; None without one, as for GGUF files."""
+    """Reads it from the `config.json` of a checkpoint folder; None without one, as for GGUF files."""
     path = Path(folder) / "config.json"
     return StoredQuantization.from_hf(read_json_object(path).get("quantization_config")) if path.is_file() else None
 
@@ -109,5 +109,5 @@ def _checked_block(block: Any, name: str) -> tuple[int, int]:
     return _refuse(f"{name} = {block!r}, not two positive integers")
 
 
-def _refuse(what: Any) -> Any:
-    raise UserError(f"quantization_config ({what!r}) is not supported: must be {_READ}")
+def _refuse(given: Any) -> Any:
+    raise UserError(f"quantization_config ({given!r}) is not supported: must be {_READ}")

@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend, and checks of arguments that raise them: what was given, what is allowed."""
+"""Errors that users can mend, and checks of arguments that raise them, with the value and the allowed values."""
 
 import math
 import numbers
@@ -9,28 +9,28 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """What was given cannot be used. The message names it, and says what is allowed."""
+    """An argument is not allowed. The message names it and the allowed values."""
 
 
 class UserTypeError(UserError, TypeError):
-    """What was given is of a wrong type."""
+    """An argument is of a wrong type."""
 
 
 class Unsupported(UserError, NotImplementedError):
-    """What was asked for exists elsewhere and not here, or not on this device."""
+    """A feature exists elsewhere and not here, or not on this device."""
 
 
 def require(ok: Any, message: str, error: type[Exception] = UserError) -> None:
-    """Raises `error` unless `ok`; the message says what was given, what it must be, and a remedy."""
+    """Raises `error` unless `ok`; the message has the value, the allowed values and a remedy."""
     if not ok:
         raise error(message)
 
 
-def require_name(what: str, name: Any, known: Collection[str], error: type[Exception] = UserError) -> None:
+def require_name(given: str, name: Any, known: Collection[str], error: type[Exception] = UserError) -> None:
     """Raises `error` unless a name is known; the message has all, and the nearest where there are many."""
     near = () if name in known else get_close_matches(str(name).lower(), known, n=3, cutoff=0.5)
     meant = f" (nearest: {', '.join(near)})" if near and len(known) > 5 else ""
-    require(name in known, f"{what}: must be one of {sorted(known)}{meant}", error)
+    require(name in known, f"{given}: must be one of {sorted(known)}{meant}", error)
 
 
 @contextmanager
@@ -46,9 +46,9 @@ def explaining(message: str, *kinds: type[BaseException], error: type[UserError]
         raise error(f"{message}: {' '.join(reason).strip()}") from cause
 
 
-def require_type(name: str, value: Any, allowed: type | tuple[type, ...], what: str) -> None:
-    """Raises UserTypeError unless a value is of an allowed type; `what` says which these are, with an article."""
-    require(isinstance(value, allowed), f"{name} is of type {type(value).__name__}: must be {what}", UserTypeError)
+def require_type(name: str, value: Any, allowed: type | tuple[type, ...], must: str) -> None:
+    """Raises UserTypeError unless a value is of an allowed type; `must` names these, with an article."""
+    require(isinstance(value, allowed), f"{name} is of type {type(value).__name__}: must be {must}", UserTypeError)
 
 
 def is_finite_number(value: Any) -> bool:
@@ -81,7 +81,7 @@ def check_number(name: str, value: Any, *, above: float, at_most: float) -> None
 
 
 def least_share(share: float) -> str:
-    """The least share that is allowed, for messages: rounded up, so that what is shown is allowed."""
+    """The least share that is allowed, for messages: rounded up, so that it is allowed as shown."""
     nearest = round(float(share), 4)
     return f"{nearest if nearest >= share else nearest + 1e-4:.4f}"
 
@@ -97,9 +97,9 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_geometry(block_size: Any, window: Any) -> None:
-    """Raises ValueError unless blocks are a power of two long and the window holds whole blocks, at least one."""
+    """Raises ValueError unless blocks are a power of two long and the window has one or more complete blocks."""
     check_integer("block_size", block_size, at_least=1)
     require(not block_size & (block_size - 1), f"block_size = {block_size}: must be a power of two, at least 1")
     check_integer("window", window, at_least=1)
-    whole = window % block_size == 0
-    require(whole, f"window = {window}: must be a positive multiple of block_size = {block_size}")
+    fits = window % block_size == 0
+    require(fits, f"window = {window}: must be a positive multiple of block_size = {block_size}")

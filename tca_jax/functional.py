@@ -72,7 +72,7 @@ def attend(
     config: TCAConfig,
     backend: str = "auto",
 ) -> Float[Array, "B L Hq d"]:
-    """Causal attention of a whole prompt over local and selected tokens (Eq. 3).
+    """Causal attention of a prompt over local and selected tokens (Eq. 3).
 
     A prompt without ranked blocks (n = 0) gets exact full attention, and so does a dense head. Gradients go to q, k and
     v through the attention; which tokens are selected is a constant of them. The backward pass runs in XLA at full

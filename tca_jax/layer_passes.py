@@ -68,8 +68,8 @@ def layer_program(
             return on_device(weights, *arrays)
         of_decoder = parameter_specs(shards.config, shards.mesh, shards.weights_dtype)
         of_weights = of_decoder if "layers" in weights else of_decoder["layers"][0]
-        lie = (of_weights, *inputs, *(SAME,) * (len(arrays) - len(inputs)))
-        mapped = jax.shard_map(on_device, mesh=shards.mesh, in_specs=lie, out_specs=outputs, check_vma=derives)
+        in_specs = (of_weights, *inputs, *(SAME,) * (len(arrays) - len(inputs)))
+        mapped = jax.shard_map(on_device, mesh=shards.mesh, in_specs=in_specs, out_specs=outputs, check_vma=derives)
         return mapped(weights, *arrays)
 
     run.__name__ = function.__name__

@@ -44,7 +44,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint before its weights are read: enough to encode prompts and to refuse what cannot run.
+    """A checkpoint before its weights are read: enough to encode prompts and to refuse models that cannot run.
 
     Attributes:
         folder: Its folder, or its GGUF file.
@@ -62,7 +62,7 @@ class Checkpoint:
 
     @property
     def pad_token_id(self) -> int:
-        """Fills answers behind their end."""
+        """Fills answers after their end."""
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
@@ -225,11 +225,11 @@ def check_eight_bits(weights: str | None, kv: str | None) -> None:
             _require_e4m3(f"{argument} = {value!r}")
 
 
-def _require_e4m3(what: str) -> None:
+def _require_e4m3(given: str) -> None:
     device = jax.local_devices()[0]
     capability = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
     enough = not capability or tuple(map(int, str(capability).split("."))) >= _E4M3_CAPABILITY
-    require(enough, f"{what} needs compute capability 8.9, this GPU has {capability}")
+    require(enough, f"{given} needs compute capability 8.9, this GPU has {capability}")
 
 
 def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
@@ -314,7 +314,7 @@ def _is_supported(dtype: Any) -> bool:
 
 
 def _display_name(name_or_path: str | os.PathLike[str]) -> str:
-    """What messages and profiles call the model: no path of this machine, only the name of the folder or file."""
+    """The model's name in messages and profiles: no path of this machine, only the name of the folder or file."""
     path = Path(name_or_path).expanduser()
     return path.resolve().name if path.exists() else str(name_or_path)
 

@@ -58,7 +58,7 @@ class Case:
         return self.method.prefill.attend(0, Heads.all(k.shape[2]), q, k, v, n, readable, self.backend)
 
     def run(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Array, Selected | None]:
-        """The whole layer: output, and what the cache keeps."""
+        """All of the layer: output, and kept tokens of the cache."""
         selected = self.select(q, k, v, n)
         return self.attend(q, k, v, n, selected).out, None if selected is None else selected[0]
 
@@ -129,7 +129,7 @@ def main(
     Example: [bold]tca-jax bench attention --lengths 32768 --block-shares 0.25[/]
     """
     lengths, config = lengths or [2**14, 2**15, 2**16, 2**17], common.tca_config(window, reserve)
-    models = shapes.find_configs(models, whole=False, default=("llama3.1-8b", "llama3.2-1b"))
+    models = shapes.find_configs(models, complete=False, default=("llama3.1-8b", "llama3.2-1b"))
     shares = shares or ([] if methods else [shapes.Share(0.25), shapes.Share(0.155)])
     others = shapes.parse_methods(methods)
     common.check_lengths(lengths, config, out)

@@ -138,14 +138,14 @@ def product_rate(repeats: int) -> float:
     return 2 * size**3 / time_in_turns({"product": lambda: product(a, b)}, repeats)["product"]
 
 
-def fitted(call: Callable[[], T], what: str) -> T | None:
+def fitted(call: Callable[[], T], label: str) -> T | None:
     """The result of `call`; None, with one printed line, where the device runs out of memory."""
     try:
         return call()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print(f"does not fit: {what}: {str(error).splitlines()[0]}", flush=True)
+        print(f"does not fit: {label}: {str(error).splitlines()[0]}", flush=True)
     gc.collect()  # arrays that the error referred to
     return None
 

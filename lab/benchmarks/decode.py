@@ -40,7 +40,7 @@ NOTE = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The cache of a layer behind a prompt, before it is made."""
+    """The cache of a layer after a prompt, before it is made."""
 
     model: str
     config: ModelConfig
@@ -176,7 +176,7 @@ def main(
     Example: [bold]tca-jax bench decode --lengths 131072 --block-shares 0.155[/]
     """
     lengths, config = lengths or [2**14, 2**17], common.tca_config(window)
-    models, shares = shapes.find_configs(models, whole=False), shares or [shapes.Share(0.155)]
+    models, shares = shapes.find_configs(models, complete=False), shares or [shapes.Share(0.155)]
     common.check_lengths(lengths, config, out)
     common.check_backends([backend])
     copied = common.copy_rate(repeats)

@@ -1,4 +1,4 @@
-"""`tca-jax bench end-to-end`: whole models from prompt to answer, attention methods side by side."""
+"""`tca-jax bench end-to-end`: models from prompt to answer, attention methods side by side."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUESTION_TOKENS = 64  # of a question about a document
 
 
 class Stored(enum.StrEnum):
-    """What a model stores in fp8."""
+    """Parts of a model that are stored in fp8."""
 
     NOTHING = "nothing"
     WEIGHTS = "weights"
@@ -50,7 +50,7 @@ class Stored(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """What all rows share."""
+    """Settings that all rows share."""
 
     rows: int  # prompts at once
     new_tokens: int
@@ -162,7 +162,7 @@ def main(
     out: common.OutOption = common.RESULTS,
     name: common.NameOption = "end-to-end",
 ) -> None:
-    """Time whole models from prompt to answer: first token, further tokens, memory.
+    """Time models from prompt to answer: first token, further tokens, memory.
 
     --models also takes a folder, a GGUF file, an alias or a Hub id; such a model runs under --profile, too.
 
@@ -170,7 +170,7 @@ def main(
     """
     lengths, config = lengths or [2**17], common.tca_config(window)
     models = models or ["llama3.1-8b"]
-    shapes.find_configs([each for each in models if each in shapes.CONFIGS] or None, whole=True, default=())
+    shapes.find_configs([each for each in models if each in shapes.CONFIGS] or None, complete=True, default=())
     shares = shares or ([] if methods or profile else [shapes.Share(0.25)])
     others = shapes.parse_methods(methods)
     common.check_lengths(lengths, config, out)

@@ -144,19 +144,21 @@ def parse_methods(texts: Sequence[str] | None) -> dict[str, Method]:
     return {text: methods.get(name, **options) for text, (name, options) in parts.items()}
 
 
-def find_configs(names: Sequence[str] | None, *, whole: bool, default: Sequence[str] = ("llama3.1-8b",)) -> list[str]:
-    """Checks names of --models; `whole` models, other than single layers, need a GPU unless they are tiny."""
+def find_configs(
+    names: Sequence[str] | None, *, complete: bool, default: Sequence[str] = ("llama3.1-8b",)
+) -> list[str]:
+    """Checks names of --models; `complete` models, other than single layers, need a GPU unless they are tiny."""
     for name in names or default:
         require(name in CONFIGS, f"--models {name}: must be one of {list(CONFIGS)}")
-        runs, device = not whole or name == "tiny", jax.default_backend()
+        runs, device = not complete or name == "tiny", jax.default_backend()
         require(runs or device == "gpu", f"--models {name}: needs a GPU, this is {device!r}; pass --models tiny")
     return list(names or default)
 
 
 def open_model(name: str, profile: str | None = None, **options: Any) -> LM:
-    """A shape with random weights, whose options are those of `random_model`, or what `tca_jax.load` finds."""
+    """A shape with random weights, whose options are those of `random_model`, or a checkpoint."""
     if name in CONFIGS:
-        find_configs([name], whole=True)
+        find_configs([name], complete=True)
         return random_model(name, **options)
     return tca_jax.load(name, profile=profile, **{key: options.get(key) for key in ("mesh", "dtype", "weights", "kv")})
 

@@ -41,7 +41,7 @@ def budgets(
     tokens: ShareTokensOption = None,
     out: PictureOption = Path("out/budgets.png"),
 ) -> Path:
-    """Draw what each KV head keeps of a prompt; of predicted worth, about what it keeps.
+    """Draw the share of a prompt that each KV head keeps; of predicted worth, an estimate.
 
     Example: [bold]tca-jax plot budgets shipped --tokens 8192[/]
     """
@@ -93,7 +93,7 @@ def latency(
     ] = 256,
     out: PictureOption = Path("out/latency.png"),
 ) -> Path:
-    """Draw where the time goes, from what bench or generate wrote.
+    """Draw where the time goes, from results of bench or generate.
 
     Takes results of [bold]bench end-to-end[/], which are drawn in parts beside those of [bold]bench attention[/], and
     what [bold]generate --json[/] printed.

@@ -46,7 +46,7 @@ class Prompt:
         return frame.document(lm, self.document + self.question + frame.after_question + self.lead, _ARGUMENT)
 
     def encode_apart(self, lm: Encoder) -> tuple[list[int], list[int]]:
-        """Token ids of the document, with what precedes it, and of the rest."""
+        """Token ids of the document with its opening, and of the rest."""
         frame = self._frame(lm)
         document = frame.document(lm, self.document, _ARGUMENT)
         rest = self.question + frame.after_question + self.lead
@@ -111,7 +111,7 @@ class Task:
     def measure(
         self, lm: LM, samples: Sequence[Sample], protocol: str, batch: int, report: Callable[[int], None]
     ) -> dict[str, Any]:
-        """Asks all samples, greedily, at most `batch` prompts in a call, fewer if memory is short.
+        """Answers all samples, greedily, at most `batch` prompts in a call, fewer if memory is short.
 
         `report` gets the number of prompts after each call. Costs are means over prompts.
         """

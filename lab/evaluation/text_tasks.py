@@ -56,8 +56,8 @@ class TextTask:
         for chosen, filled in batches(samples, rows):
             documents, ends = [ids[:-count] for ids in filled], [[ids[-count:]] for ids in filled]
             stats.append(prefill(lm, documents).stats)
-            behind, inside = score_answers(lm, documents, ends), score(lm, filled)
-            each = zip(behind.logprobs, inside.logprobs, inside.attended_share, strict=True)
+            following, inside = score_answers(lm, documents, ends), score(lm, filled)
+            each = zip(following.logprobs, inside.logprobs, inside.attended_share, strict=True)
             found += [
                 {
                     "loss": float(-after.mean()),

@@ -101,7 +101,7 @@ def reading_panels(path: PathLike) -> Panels:
 
 
 def _points(record: Row) -> Iterator[tuple[str, Row]]:
-    """Points of models, each with the model's name and prompt length, without what was not measured."""
+    """Points of models, each with the model's name and prompt length, without missing figures."""
     for name, model in record.get("models", {}).items():
         heading = f"{name}, {model['tokens']:,} tokens" if "tokens" in model else name
         for point in model["points"]:

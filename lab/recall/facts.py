@@ -1,4 +1,4 @@
-"""Facts: a key, what kind of thing is said of it, and a value; one line of a document, in several wordings."""
+"""Facts: a kind, a key and a value; one line of a document, in several wordings."""
 
 from __future__ import annotations
 

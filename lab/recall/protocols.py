@@ -34,7 +34,7 @@ def completion(text: str, question: Question) -> str:
 
 
 def asked(question: Question) -> str:
-    """What stands between a text and an answer without a chat."""
+    """The question, between a text and an answer without a chat."""
     return f"\n\nQuestion: {question.text}\nAnswer: "
 
 

@@ -1,4 +1,4 @@
-"""Tasks: which facts a document hides, what is asked about them, and the answer, in several wordings."""
+"""Tasks: facts that a document hides, questions about them, and answers, in several wordings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _WORDINGS = (
     "Find the {kind} that {key} was given.",
 )
 _WORDINGS_OF_SEVERAL = (
-    "What are {what}?",
-    "Please tell me {what}.",
-    "Look up {what}.",
-    "List {what}.",
-    "I need {what}.",
+    "What are {items}?",
+    "Please tell me {items}.",
+    "Look up {items}.",
+    "List {items}.",
+    "I need {items}.",
 )
 
 
@@ -70,7 +70,7 @@ def _several_values(rng: np.random.Generator, task: str, keys: Iterator[str]) ->
     kind, key = one_of(rng, KINDS["digits"]), next(keys)
     count = int(rng.integers(2, len(_ORDINALS) + 1))
     facts = [draw_fact(rng, f"{ordinal} {kind}", key, draw_value(rng, "digits")) for ordinal in _ORDINALS[:count]]
-    text = one_of(rng, _WORDINGS_OF_SEVERAL).format(what=f"all {count} {kind}s for {key}")
+    text = one_of(rng, _WORDINGS_OF_SEVERAL).format(items=f"all {count} {kind}s for {key}")
     return Question(task, tuple(facts), text, *_answer(facts))
 
 
@@ -79,8 +79,8 @@ def _several_queries(rng: np.random.Generator, task: str, keys: Iterator[str]) -
     kind, count = one_of(rng, KINDS["digits"]), int(rng.integers(2, 5))
     facts = [draw_fact(rng, kind, next(keys), draw_value(rng, "digits")) for _ in range(count)]
     asked = [fact.key for fact in facts]
-    what = f"the {kind}s for {', '.join(asked[:-1])} and {asked[-1]}"
-    return Question(task, tuple(facts), one_of(rng, _WORDINGS_OF_SEVERAL).format(what=what), *_answer(facts))
+    items = f"the {kind}s for {', '.join(asked[:-1])} and {asked[-1]}"
+    return Question(task, tuple(facts), one_of(rng, _WORDINGS_OF_SEVERAL).format(items=items), *_answer(facts))
 
 
 def _tracking(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:

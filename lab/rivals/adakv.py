@@ -1,4 +1,4 @@
-"""Ada-KV (arXiv 2407.11550): the KV heads of a layer share one budget, and each prompt says how they divide it.
+"""Ada-KV (arXiv 2407.11550): the KV heads of a layer share one budget, which each prompt divides.
 
 The highest scores of all heads of a layer decide how many tokens each head keeps; a safeguard is the least. In the
 cache, heads of a row share their pages. `adakv` takes SnapKV's scores and follows `AdaptiveSnapKVCluster` (FFY0/AdaKV

@@ -1,4 +1,4 @@
-"""Ada-KV over expected attention's scores: what NVIDIA's kvpress ranks as "expected_attention" on its leaderboard.
+"""Ada-KV over expected attention's scores: "expected_attention" on the leaderboard of NVIDIA's kvpress.
 
 Follows `AdaKVPress(ExpectedAttentionPress(epsilon=1e-2))` (NVIDIA/kvpress at 8bb29b9). What differs: keys that are not
 chosen are evicted, not masked; the budget is of the tokens left of the window.

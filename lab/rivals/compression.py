@@ -30,7 +30,7 @@ Scores = Float32[Array, "B Hkv L"]
 
 
 class Inputs(NamedTuple):
-    """What `CachePolicy.select` knows of the prompts of a layer."""
+    """Arguments of `CachePolicy.select`."""
 
     heads: Heads
     q: Float[Array, "B O Hq d"]  # the last `num_queries` queries, or all for None

@@ -1,4 +1,4 @@
-"""Expected attention (arXiv 2510.00636): a head keeps what queries to come will look at, as far as the prompt's tell.
+"""Expected attention (arXiv 2510.00636): a head keeps the tokens that later queries are expected to attend to.
 
 Queries before RoPE are taken for draws of a Gaussian with the mean and covariance of the prompt's. Turned by the mean
 rotation of the next positions, they foretell a key's attention: exp(mu k / sqrt(d) + k^T cov k / (2 d)), normalised

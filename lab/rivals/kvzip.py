@@ -1,4 +1,4 @@
-"""KVzip (arXiv 2505.23416): the cache keeps what the model attends to while it repeats the prompt; for any question.
+"""KVzip (arXiv 2505.23416): the cache keeps the tokens that the model attends to while it repeats the prompt.
 
 A prompt is read in full; then a request to repeat it and a chunk of it are fed, chunk after chunk, and forgotten. A
 token's score is the most attention that it gets while its chunk is repeated (Algorithm 1); the highest scores of all

@@ -1,4 +1,4 @@
-"""KVzip's form by heads (arXiv 2505.23416, section 3): some KV heads keep the whole prompt, the others its window.
+"""KVzip's form by heads (arXiv 2505.23416, section 3): some KV heads keep the prompt, the others its window.
 
 A head's score is the most attention that any of its tokens gets while texts are repeated (`repetition_scores`); a share
 of heads with the highest scores keeps every token. Follows snu-mllab/KVzip at 5d84729 (`level` "head", 0.6 of the

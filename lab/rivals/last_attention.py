@@ -20,7 +20,7 @@ def last_attention(
 
 
 def diagonal_sums(attention: Float32[Array, "B G O L"], lengths: Int[Array, " B"]) -> Float32[Array, "B G L"]:
-    """Sums along the diagonals: entry o adds up what each of the last queries gives the token o before its own."""
+    """Sums along the diagonals: entry o adds up the attention of the last queries on the token o before each."""
     *lead, queries, length = attention.shape
     # Counted back from the row's last token, query a sees the token o before its own at u = o + (O - 1 - a): rows
     # shifted right by their number line up.

@@ -37,7 +37,7 @@ KINDS |= {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape"}
 
 
 class HeadPattern(NamedTuple):
-    """What one query head attends to; serialises as a list such as `["vertical_slash", 1000, 6096]`."""
+    """Pattern of one query head; serialises as a list such as `["vertical_slash", 1000, 6096]`."""
 
     # "vertical_slash": the columns and diagonals that the last queries have most attention on; "a_shape": the first
     # columns and the nearest diagonals; "block_sparse": the key blocks with the highest products of means, whose
@@ -138,7 +138,7 @@ def lines(
 
 
 def blocks_of_diagonals(diagonals: Bool[Array, "B G L"], size: int) -> BlockLists:
-    """The fewest blocks of keys, cut from the nearest on, that hold what a tile's queries meet on some diagonals."""
+    """The fewest blocks of keys, cut from the nearest on, that hold the keys of a tile's queries on some diagonals."""
     length = diagonals.shape[-1]
     tiles = cdiv(length, size)
     end = tiles * size
@@ -172,7 +172,7 @@ def best_blocks(
 
 
 def _parsed(table: Any) -> tuple[tuple[HeadPattern, ...], ...]:
-    """Patterns of every layer and query head from plain values; of an entry, what follows its numbers is ignored."""
+    """Patterns of every layer and query head from plain values; entries after the numbers are ignored."""
     layers = table if isinstance(table, Sequence) else ()
     sizes = {len(layer) if isinstance(layer, Sequence | Mapping) else 0 for layer in layers}
     fits = len(sizes) == 1 and 0 not in sizes

@@ -1,4 +1,4 @@
-"""The highest of many values, as many as the data ask for: the least of them is found bit by bit, nothing is sorted."""
+"""The highest values of rows, numbers as data: a search for the least of them bit by bit, without sorting."""
 
 from __future__ import annotations
 

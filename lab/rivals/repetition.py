@@ -133,7 +133,7 @@ def _score(
     chunk: int,
     fed_tokens: int,
 ) -> Float32[Array, "B Hkv L"]:
-    """Scores that are at least a chunk's attention over sinks, the chunk's tokens in the prompt, and what is fed."""
+    """Scores that are at least a chunk's attention over sinks, the chunk's tokens in the prompt, and fed tokens."""
     of_chunk = jnp.broadcast_to(start + jnp.arange(chunk), (len(q), chunk))
     of_fed = here.starts[:, None] + jnp.arange(fed_tokens)
     held = jnp.concatenate([jnp.broadcast_to(jnp.arange(sinks), (len(q), sinks)), of_chunk, of_fed], axis=1)

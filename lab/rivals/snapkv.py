@@ -1,4 +1,4 @@
-"""SnapKV (arXiv 2404.14469): a head keeps what the last queries of the prompt attend to, pooled over neighbours.
+"""SnapKV (arXiv 2404.14469): a head keeps the tokens that the last queries attend to, pooled over neighbours.
 
 Follows the published code (FasterDecoding/SnapKV at 557aff1), whose defaults these are; its LongBench runs use kernel 7
 and maximum pooling.

@@ -50,7 +50,7 @@ def of_layer(name: str, table: Sequence[Sequence[Entry]], layer: Any, heads: int
 
 
 def encode_texts(lm: LM, texts: Prompt | Sequence[Prompt], **least: int) -> list[list[int]]:
-    """Token ids of texts that fit the model, each of more tokens than the option `least` says."""
+    """Token ids of texts that fit the model, each of more tokens than the option in `least`."""
     ((option, count),) = least.items()
     most, sequences = lm.config.max_context, encode_prompts(lm, texts, "texts")
     limits = f"must have more than {option} = {count} and at most the {most} positions of model {lm.name!r}"

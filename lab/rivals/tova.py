@@ -1,4 +1,4 @@
-"""TOVA (arXiv 2401.06104): a layer keeps what the prompt's last query attends to, the same tokens in all of its heads.
+"""TOVA (arXiv 2401.06104): a layer keeps the tokens that the last query attends to, the same in all of its heads.
 
 A token's score is the attention of the last query, the mean over all query heads of the layer. Follows NVIDIA/kvpress
 at 08a43bf (`TOVAPress`); the paper's code (schwartz-lab-NLP/TOVA) evicts at every step.

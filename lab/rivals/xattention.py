@@ -82,7 +82,7 @@ xattention = rival("xattention", XAttentionPrefill)
 
 
 def first_chunk(lengths: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Tokens of the first chunk in which the authors' code reads prompts of such lengths `[B]`."""
+    """Tokens of the first chunk in which the authors' code reads prompts, by their lengths."""
     power = jnp.int32(1) << (32 - jax.lax.clz(jnp.maximum(lengths - 1, 0)))
     return jnp.maximum(jnp.minimum(jnp.maximum(power, _LEAST_CHUNK), _CHUNK_AREA // power), _LEAST_CHUNK)
 

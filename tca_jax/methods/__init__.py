@@ -1,4 +1,4 @@
-"""Attention methods: what a prompt's queries attend to and what stays in the cache. A file each, one registry.
+"""Attention methods: attention of a prompt's queries, and tokens of the cache. A file each, one registry.
 
 The names stand in `__init__.pyi`; a module is imported when one of its names is first used.
 """

@@ -1,4 +1,4 @@
-"""What a method is: how a prompt's queries attend (prefill policy) and what stays in the cache (cache policy).
+"""The interface of methods: attention of a prompt's queries (prefill policy), tokens of the cache (cache policy).
 
 Both are handed the KV heads that they are asked about (`Heads`).
 
@@ -45,7 +45,7 @@ class Wording(Protocol):
         """Token ids of a text of the user's."""
 
     def before_answer(self) -> tuple[int, ...]:
-        """Token ids between what the user says and the answer."""
+        """Token ids between the user's text and the answer."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class Heads:
 
     @property
     def of_model(self) -> int:
-        """KV heads of the whole model."""
+        """KV heads of the model."""
         return sum(map(len, self.of_devices))
 
     @classmethod
@@ -114,7 +114,7 @@ class Heads:
 
 
 class CachePolicy(abc.ABC):
-    """What stays in the cache: a window of the latest tokens, and of the blocks left of it what the policy keeps.
+    """Tokens of the cache: a window of the latest ones, and kept tokens of the blocks left of it.
 
     A query at position i has the local tokens [max(0, (i // b) b - w), i]. When a position enters a new block, the
     oldest block of the window leaves it, and `evict` says what stays of that.
@@ -163,7 +163,7 @@ class CachePolicy(abc.ABC):
         return None
 
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
-        """Most tokens that a KV head keeps of the blocks that leave the window behind a prompt; static. By default 0.
+        """Most tokens that a KV head keeps of the blocks that leave the window after a prompt; static. By default 0.
 
         Args:
             layer: The layer.
@@ -197,7 +197,7 @@ class CachePolicy(abc.ABC):
     def evict(
         self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
-        """What stays of the block that leaves the window of each row; by default nothing.
+        """Kept tokens of the block that leaves the window of each row; by default none.
 
         Args:
             layer: The layer.
@@ -211,7 +211,7 @@ class CachePolicy(abc.ABC):
         return Selection.of_block(attention, 0)
 
     def summarize(self, layer: int, pages: Pages) -> Any:
-        """What `attended` needs to know of a cache, computed once for many steps; a pytree. None, the default: nothing.
+        """Summary of a cache for `attended`, computed once for many steps: a pytree, by default None.
 
         Args:
             layer: The layer.
@@ -222,7 +222,7 @@ class CachePolicy(abc.ABC):
     def attended(
         self, layer: int, q: Float[Array, "B Hq d"], caches: tuple[Pages, ...], summaries: tuple[Any, ...]
     ) -> tuple[Pages, ...]:
-        """What a step of decoding attends to of what is held; by default all of it.
+        """Pages that a step of decoding attends to; by default all of them.
 
         Args:
             layer: The layer.
@@ -245,7 +245,7 @@ class CachePolicy(abc.ABC):
         return num_ranked_blocks(tokens, self.block_size, self.window)
 
     def num_leaving_blocks(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Most blocks that leave the window while `new_tokens` are fed behind a prompt of at most `prompt_tokens`."""
+        """Most blocks that leave the window while `new_tokens` are fed after a prompt of at most `prompt_tokens`."""
         return min(cdiv(new_tokens, self.block_size), self.num_ranked_blocks(prompt_tokens + new_tokens))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:  # noqa: B027 (most fit every model)
@@ -253,7 +253,7 @@ class CachePolicy(abc.ABC):
 
 
 class Attended(NamedTuple):
-    """What the attention of whole prompts gives.
+    """Attention of prompts.
 
     Attributes:
         out: `[B, L, Hq, d]`; rows past a length are zero.
@@ -286,7 +286,7 @@ class PrefillPolicy(abc.ABC):
         selected: Selected | None,
         backend: Backend,
     ) -> Attended:
-        """Causal attention of whole prompts, right-padded.
+        """Causal attention of prompts, right-padded.
 
         Args:
             layer: The layer.
@@ -303,7 +303,7 @@ class PrefillPolicy(abc.ABC):
         """
 
     def reads(self, cache: CachePolicy) -> bool:
-        """Whether queries attend to exactly what `cache` selects for them: its window and its selection left of that.
+        """Whether queries attend to exactly the tokens of `cache`: its window and its selection left of that.
 
         Then the selection is made once, and the last layer of a prefill computes its last query alone.
         """
@@ -318,7 +318,7 @@ class PrefillPolicy(abc.ABC):
 
 
 class BlockMeans(NamedTuple):
-    """A mean of each block of a prompt, and what is added to its logit; -inf for blocks without one."""
+    """A mean of each block of a prompt, and an addition to its logit; -inf for blocks without one."""
 
     k: Float[Array, "B N H d"]
     v: Float[Array, "B N H d"]
@@ -367,7 +367,7 @@ class ScoredCache(CachePolicy):
 
 
 class ScoredPrefill(PrefillPolicy):
-    """Prompt queries attend to what scores say."""
+    """Prompt queries attend by scores."""
 
     @abc.abstractmethod
     def attend_scored(
@@ -380,7 +380,7 @@ class ScoredPrefill(PrefillPolicy):
         lengths: Int[Array, " B"],
         backend: Backend,
     ) -> Attended:
-        """Causal attention of whole prompts, right-padded, by `ScoredCache.score`."""
+        """Causal attention of prompts, right-padded, by `ScoredCache.score`."""
 
     def attend(
         self,
@@ -437,7 +437,7 @@ class Method:
 
     @property
     def prefill_reads_cache(self) -> bool:
-        """Whether a prompt's queries attend to exactly what the cache policy selects for them."""
+        """Whether a prompt's queries attend to exactly the tokens that the cache policy selects."""
         return self.prefill.reads(self.cache)
 
 
@@ -473,7 +473,7 @@ def last_queries(q: Float[Array, "B L Hq d"], lengths: Int[Array, " B"], count: 
 def compact(
     policy: CachePolicy, layer: Layer, heads: Heads, selection: Selection, k: Array, v: Array, backend: Backend
 ) -> Selected:
-    """What a prompt's queries attend to left of their windows, in a pool of its own that lives for this layer."""
+    """Tokens that a prompt's queries attend to left of their windows, in a pool for this layer."""
     batch, tokens, kv_heads, _ = k.shape
     if isinstance(layer, int):
         source = f"{type(policy).__name__}.capacities({layer}, {tokens})"

@@ -1,4 +1,4 @@
-"""Block-sparse prefill: what its members share. Each lists blocks and columns of keys; the kernel attends to these."""
+"""Block-sparse prefill: the base of its methods. Each lists blocks and columns of keys; the kernel attends to these."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_COUNTED = 2**24
 
 
 class Listed(NamedTuple):
-    """What query tiles attend to, in one launch of the kernel."""
+    """Keys that query tiles attend to, in one launch of the kernel."""
 
     blocks: BlockLists  # blocks of every tile and query head
     columns: Columns | None = None  # single tokens of every query head, or None
@@ -57,7 +57,7 @@ class BlockSparsePrefill(PrefillPolicy):
         k: Float[Array, "B L d"],
         lengths: Int[Array, " B"],
     ) -> tuple[Listed, ...]:
-        """What the query heads of one KV head attend to.
+        """Keys that the query heads of one KV head attend to.
 
         Args:
             layer: The layer.

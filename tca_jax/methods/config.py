@@ -102,9 +102,9 @@ class TCAConfig:
                     self, field.name, int(value) if isinstance(value, numbers.Integral) else float(value)
                 )
         self._check(_RANGES)
-        whole = self.window > 0 and self.window % self.block_size == 0
+        fits = self.window > 0 and self.window % self.block_size == 0
         allowed = f"must be a positive multiple of block_size = {self.block_size}"
-        require(whole, f"TCAConfig.window = {self.window}: {allowed}")
+        require(fits, f"TCAConfig.window = {self.window}: {allowed}")
 
     def _check(self, rules: Iterable[Any]) -> None:
         for names, holds, allowed in rules:

@@ -22,7 +22,7 @@ _LOW_BITS = 12  # of numbers that are summed in two parts
 
 
 class Selection(NamedTuple):
-    """What a policy keeps of whole blocks: of block j the `budgets[j]` tokens of the highest scores.
+    """Kept tokens of complete blocks: of block j the `budgets[j]` tokens of the highest scores.
 
     Attributes:
         scores: float32 `[B, Hkv, L]`; ties go to the lower position.
@@ -35,9 +35,9 @@ class Selection(NamedTuple):
 
     @classmethod
     def of_tokens(cls, chosen: Bool[Array, "B Hkv L"], block_size: int) -> Selection:
-        """The chosen tokens of whole blocks."""
-        whole = chosen[..., : chosen.shape[-1] // block_size * block_size]
-        budgets = whole.reshape(*whole.shape[:-1], -1, block_size).sum(axis=-1, dtype=jnp.int32)
+        """The chosen tokens of complete blocks."""
+        complete = chosen[..., : chosen.shape[-1] // block_size * block_size]
+        budgets = complete.reshape(*complete.shape[:-1], -1, block_size).sum(axis=-1, dtype=jnp.int32)
         return cls(chosen.astype(jnp.float32), budgets)
 
     @classmethod
@@ -49,7 +49,7 @@ class Selection(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """A selection that lies in a pool.
+    """A selection in a pool.
 
     Attributes:
         budgets: Tokens kept of every block, int32 `[B, Hkv, L // b]`.
@@ -94,7 +94,7 @@ class Regions:
 
     @classmethod
     def plan(cls, batch: int, capacities: Sequence[int], block_size: int = 1, shared: int | None = None) -> Regions:
-        """Regions of whole blocks for at least so many tokens of each KV head, and together for `shared` at most.
+        """Regions of complete blocks for at least `capacities` tokens of each KV head, together for `shared` at most.
 
         Raises:
             ValueError: rows of the pool would pass int32.
@@ -134,7 +134,7 @@ class Regions:
         block_size: int,
         backend: Backend = "auto",
     ) -> Selected:
-        """Copies the selected tokens into a fresh pool; what passes a region's capacity is dropped, last blocks first.
+        """Copies the selected tokens into a fresh pool; tokens past a region's capacity are dropped, last blocks first.
 
         Args:
             selection: What to keep.
@@ -163,7 +163,7 @@ class Regions:
         return Selected(budgets, pool)
 
     def _divided(self, tokens: Int32[Array, "B Hkv"]) -> tuple[Int32[Array, "B Hkv"], Int32[Array, "B Hkv"]]:
-        """First pool token of each region, and tokens that it can hold, where heads keep so many."""
+        """First pool token of each region, and tokens that it can hold, where heads keep `tokens`."""
         room = -(-tokens // self.alignment) * self.alignment
         ends = jnp.minimum(jnp.cumsum(room, axis=-1, dtype=jnp.int32), self.row_tokens)
         starts = jnp.pad(ends, ((0, 0), (1, 0)))[:, :-1]

@@ -1,4 +1,4 @@
-"""The registry of attention methods: one name each, pairs by "+"; and descriptions that tell any two methods apart.
+"""The registry of attention methods: one name each, pairs by "+"; and canonical descriptions of methods.
 
 A package registers methods by entry points of the group "tca_jax.methods", from a name to a factory; the lab does so
 with its rivals. A method is imported when it is first asked for.

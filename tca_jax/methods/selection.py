@@ -69,8 +69,8 @@ def row_budgets(
     budgets = head_budgets(prompt_scores.scored, rows, lengths, config, heads)
     if prompt_scores.reserved is None:
         return budgets
-    whole = prompt_scores.reserved[..., : budgets.shape[-1] * config.block_size]
-    return jnp.maximum(budgets, whole.reshape(*budgets.shape, -1).sum(axis=-1, dtype=jnp.int32))
+    complete = prompt_scores.reserved[..., : budgets.shape[-1] * config.block_size]
+    return jnp.maximum(budgets, complete.reshape(*budgets.shape, -1).sum(axis=-1, dtype=jnp.int32))
 
 
 def block_density(

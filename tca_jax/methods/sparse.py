@@ -1,4 +1,4 @@
-"""Sparse prefill: queries attend to their window and to what a cache policy would keep left of it (Eq. 3)."""
+"""Sparse prefill: queries attend to their window and to the selection of a cache policy left of it (Eq. 3)."""
 
 from __future__ import annotations
 

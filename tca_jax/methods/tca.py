@@ -1,4 +1,4 @@
-"""TCA-Attention (arXiv 2512.09238): every KV head keeps what its candidate's budgets allow, chosen from the prompt."""
+"""TCA-Attention (arXiv 2512.09238): every KV head keeps tokens by its candidate's budgets, chosen from the prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = tuple[tuple[int, ...], ...] | int
 
 @dataclasses.dataclass(frozen=True)
 class TCACache(CachePolicy):
-    """Every KV head keeps what its row of `candidate_budgets` allows, and its reserve."""
+    """Every KV head keeps the tokens of its row of `candidate_budgets`, and its reserve."""
 
     candidates: Rows
     config: TCAConfig
@@ -44,7 +44,7 @@ class TCACache(CachePolicy):
         return self.config.num_queries
 
     def rows(self, layer: int | Array, num_kv_heads: int) -> Any:
-        """Row of each KV head of a layer, of what the cache keeps."""
+        """Row of each KV head of a layer."""
         rows = _of_layer(self.candidates, layer)
         return (jnp if isinstance(rows, Array) else np).broadcast_to(rows, (num_kv_heads,))
 
@@ -80,7 +80,7 @@ class TCACache(CachePolicy):
         require(fits, f"{given}: must be {num_layers} of {num_kv_heads}")
 
     def num_heads(self, layer: int) -> int:
-        """KV heads of a layer, or 1 where all heads are alike."""
+        """KV heads of a layer, or 1 where all heads have one row."""
         return 1 if isinstance(self.candidates, int) else len(self.candidates[layer])
 
     def _per_head(self, values: Int[np.ndarray, " heads"]) -> PerHead:

@@ -32,7 +32,7 @@ class ReadSettings(NamedTuple):
 
 
 class WorthSettings(NamedTuple):
-    """What a profile says of layers."""
+    """Arrays of layers, from a profile."""
 
     maps: Float32[Array, "*layers Hkv D1"]  # of hidden states to predicted log worth; the last entry is the constant
     theta: Float32[Array, "*layers"]  # tokens of at least this predicted worth stay

@@ -1,4 +1,4 @@
-"""Methods as they are written on a command line: options behind a colon, pairs by "+"."""
+"""Methods as they are written on a command line: options after a colon, pairs by "+"."""
 
 from __future__ import annotations
 
