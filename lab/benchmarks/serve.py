@@ -128,8 +128,8 @@ class Served:
 
         def request(number: int, at: float) -> tuple[float, list[float], int]:
             stream, times = self._ask(about[number], lengths[number]), list[float]()
-            stream.listen(lambda: times.append(time.perf_counter()))
-            tokens = stream.result(_SECONDS).tokens
+            with stream.listening(lambda: times.append(time.perf_counter())):
+                tokens = stream.result(_SECONDS).tokens
             gaps = [after - before for before, after in itertools.pairwise(times)]
             return stream.first_token_at - at, gaps[:-1], len(tokens)  # the last one is to the end
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
@@ -70,18 +71,16 @@ class PromptEncoder:
         _, *after = render_chat(self._lm, [first, *messages[1:]], "messages").split(_DOCUMENT)
         changes = f"messages: the chat template of {self._lm.name} changes messages: no document can be a part"
         require_field(len(after) == 1, "messages", changes)
-        return self._append(document, after[0])
+        return self.complete(after[0], document)
 
     def complete(self, prompt: str | list[int], document: str | None) -> EncodedPrompt:
         """Encodes a prompt: alone, or appended to a document."""
+        before = [] if document is None else self._engine.document(document).tokens
         if document is not None and isinstance(prompt, str):
-            return self._append(document, prompt)
-        tokens = encode_prompt(self._lm, prompt, "prompt")
-        return EncodedPrompt(document, tokens, 0 if document is None else len(self._engine.tokens_of(document)))
-
-    def _append(self, document: str, text: str) -> EncodedPrompt:
-        before = self._engine.tokens_of(document)
-        return EncodedPrompt(document, encode_continuation(self._lm, text, before, "prompt"), len(before))
+            tokens = encode_continuation(self._lm, prompt, before, "prompt")
+        else:
+            tokens = encode_prompt(self._lm, prompt, "prompt")
+        return EncodedPrompt(document, tokens, len(before))
 
     def _require_template(self, param: str) -> None:
         none = f"{self._lm.name} has no chat template; use /v1/completions, and documents with chat = false"
@@ -89,17 +88,17 @@ class PromptEncoder:
 
 
 class AnswerCounter:
-    """Asks an engine for answers, of which at most `most` wait or are written. Only the event loop calls it."""
+    """Requests answers of an engine, of which at most `most` wait or are written. Only the event loop calls it."""
 
     def __init__(self, engine: Engine, most: int) -> None:
         self._engine, self._most = engine, most
         self.open: set[Answers] = set()
         self.metrics = Metrics(engine, self.open)
 
-    async def ask(
+    async def begin(
         self, prompts: Sequence[tuple[EncodedPrompt, GenerationConfig]], samples: int, mask: Callable[[], Mask] | None
     ) -> Answers:
-        """Asks for `samples` answers to each prompt with its config; `mask` creates the mask of an answer."""
+        """Begins `samples` answers to each prompt with its config; `mask` creates the mask of an answer."""
         rows, held = len(prompts) * samples, sum(each.rows for each in self.open)
         require_field(rows <= self._most, "n", f"n = {rows} answers: at most {self._most} may wait or be written")
         busy = f"{held} answers wait or are written, and {rows} more are requested: at most {self._most} may"
@@ -108,17 +107,17 @@ class AnswerCounter:
         answers = Answers(self, rows, samples)
         self.open.add(answers)
 
-        def ask() -> None:
+        def begin() -> None:
             for i in range(rows):  # as the rows of `generate`
                 prompt, config = prompts[i // samples]
                 stream = self._engine.ask(prompt.document, prompt.tokens, config, sample=i, mask=mask and mask())
                 answers.streams.append(stream)
 
-        asking = asyncio.ensure_future(run_in_threadpool(ask))
+        beginning = asyncio.ensure_future(run_in_threadpool(begin))
         try:
-            await asyncio.shield(asking)
+            await asyncio.shield(beginning)
         except BaseException:
-            asking.add_done_callback(lambda _: answers.close())  # a thread that has begun goes on
+            beginning.add_done_callback(lambda _: answers.close())  # a thread that has begun goes on
             raise
         return answers
 
@@ -149,12 +148,6 @@ class Answers:
             most = f"the answer took more than {seconds:g} seconds, the most that are allowed"
             raise RequestError(most, status=504) from None
 
-    async def all(self, seconds: float) -> list[Completion]:
-        """All of them, in order. Raises the same."""
-        async for _ in self.pieces(seconds):
-            pass
-        return [self.completions[index] for index in range(self.rows)]
-
     def usage(self) -> Json:
         """Counts of tokens: of prompts with their documents, of answers, and of documents."""
         prompts, new = self.streams[:: self._samples], sum(len(each.tokens) for each in self.completions.values())
@@ -180,30 +173,17 @@ class Answers:
 class Metrics:
     """Prometheus metrics of one server."""
 
-    def __init__(self, engine: Engine, open_answers: Set[Answers]) -> None:
+    def __init__(self, engine: Engine, open_answers: set[Answers]) -> None:
         self._engine, self._open, self._registry = engine, open_answers, CollectorRegistry()
         made: dict[str, Any] = {"registry": self._registry, "namespace": "tca_jax"}
-        self._requests = Counter("requests", "Requests by path and HTTP status.", ["path", "status"], **made)
+        self.requests = Counter("requests", "Requests by path and HTTP status.", ["path", "status"], **made)
         self._answers = Counter("answers", "Answers by how they ended.", ["finish_reason"], **made)
         self._tokens = Counter("tokens", "Tokens of prompts, of their documents, of answers.", ["kind"], **made)
         name, words = "time_to_first_token_seconds", "From a request to its first token."
         self._first = Histogram(name, words, buckets=_FIRST_BUCKETS, **made)
         name, words = "time_per_token_seconds", "Of each token after the first."
         self._each = Histogram(name, words, buckets=_TOKEN_BUCKETS, **made)
-        words = "Answers that wait for their first token, and that are written."
-        self._rows = Gauge("rows", words, ["state"], **made)
-        Gauge("rows_max", "Answers that are written at once.", **made).set(engine.max_rows)
-        self._failed = Gauge("engine_failed", "Whether the engine has failed, for good.", **made)
-        self._pages = Gauge("pages", "Pages of each device, by their use.", ["of", "state"], **made)
-        words = "Documents by where they are; those on disk as well as elsewhere are stored."
-        self._documents = Gauge("documents", words, ["state"], **made)
-        self._document_bytes = Gauge("document_bytes", "Their keys and values.", ["state"], **made)
-        words = "Their pages on each device, or of as many bytes."
-        self._document_pages = Gauge("document_pages", words, ["state"], **made)
-
-    def request(self, path: str, status: int) -> None:
-        """Counts a request."""
-        self._requests.labels(path, status).inc()
+        self._registry.register(self)
 
     def count(self, completion: Completion | None) -> None:
         """Counts an answer that has ended; None where it was cancelled, or failed."""
@@ -211,28 +191,43 @@ class Metrics:
         if completion is None:
             return
         new = len(completion.tokens)
-        self._tokens.labels("prompt").inc(completion.prompt_tokens)
-        self._tokens.labels("document").inc(completion.document_tokens)
-        self._tokens.labels("answer").inc(new)
+        for kind, count in (
+            ("prompt", completion.prompt_tokens),
+            ("document", completion.document_tokens),
+            ("answer", new),
+        ):
+            self._tokens.labels(kind).inc(count)
         self._first.observe(completion.seconds_to_first_token)
         if new > 1:
             self._each.observe((completion.seconds - completion.seconds_to_first_token) / (new - 1))
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format, those of the engine as they are now."""
-        begun = [bool(stream.first_token_at) for answers in self._open for stream in answers.streams]
-        self._rows.labels("waiting").set(begun.count(False))
-        self._rows.labels("running").set(begun.count(True))
-        self._failed.set(self._engine.failure is not None)
-        for of, pool in (("documents", self._engine.document_pages), ("answers", self._engine.answer_pages)):
-            self._pages.labels(of, "free").set(pool.free)
-            self._pages.labels(of, "total").set(pool.total)
-        documents = self._engine.documents()
-        for state in (*get_args(State), "stored"):
-            sizes = [
-                each.num_bytes for each in documents if (each.stored if state == "stored" else each.state == state)
-            ]
-            self._documents.labels(state).set(len(sizes))
-            self._document_bytes.labels(state).set(sum(sizes))
-            self._document_pages.labels(state).set(sum(sizes) // self._engine.page_bytes)
+        """All of them in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Those of the engine, as they are now."""
+        engine, documents = self._engine, self._engine.documents()
+        begun = [bool(stream.first_token_at) for answers in self._open for stream in answers.streams]
+        words = "Answers that wait for their first token, and that are written."
+        yield _gauge("rows", words, {("waiting",): begun.count(False), ("running",): begun.count(True)})
+        yield _gauge("rows_max", "Answers that are written at once.", {(): engine.max_rows})
+        yield _gauge("engine_failed", "Whether the engine has failed, for good.", {(): engine.failure is not None})
+        pools = {"documents": engine.document_pages, "answers": engine.answer_pages}
+        pages = {(of, state): getattr(pool, state) for of, pool in pools.items() for state in ("free", "total")}
+        yield _gauge("pages", "Pages of each device, by their use.", pages, ["of", "state"])
+        sizes = {(state,): [each.num_bytes for each in documents if each.state == state] for state in get_args(State)}
+        sizes["stored",] = [each.num_bytes for each in documents if each.stored]
+        words = "Documents by where they are; those on disk as well as elsewhere are stored."
+        yield _gauge("documents", words, {state: len(each) for state, each in sizes.items()})
+        held = {state: sum(each) for state, each in sizes.items()}
+        yield _gauge("document_bytes", "Their keys and values.", held)
+        of_pages = {state: num_bytes // engine.page_bytes for state, num_bytes in held.items()}
+        yield _gauge("document_pages", "Their pages on each device, or of as many bytes.", of_pages)
+
+
+def _gauge(name: str, words: str, values: Mapping[Any, float], labels: Sequence[str] = ("state",)) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"tca_jax_{name}", words, labels=labels)
+    for labelled, value in values.items():
+        family.add_metric(labelled, value)
+    return family

@@ -3,131 +3,142 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import hashlib
+import json
 import logging
+import math
+import shutil
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection
-from concurrent.futures import Future, InvalidStateError, wait
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.contexts import identity_of
+from tca_jax.engine.contexts import Context, identity_of
 from tca_jax.engine.lm import LM
-from tca_jax.engine.pages import Numbers, Rows
+from tca_jax.engine.mesh import on_host
+from tca_jax.engine.pages import FreePages, Numbers, Rows
 from tca_jax.errors import UserError, require
-from tca_jax.serve import programs
-from tca_jax.serve.pages import PagePool, counts, without
-from tca_jax.serve.storage import Entry, Storage, chunks_of, context_of
+from tca_jax.files import replacing
+from tca_jax.serve import pages
+from tca_jax.serve.pages import PagePool, bare, without
 
 _CHUNK_BYTES = 64 * 2**20  # of keys and values that move at once
+_ENTRY, _CONTEXT = "document.json", "context"  # in the folder of a document
 _log = logging.getLogger(__name__)
-
 
 State = Literal["waiting", "device", "moving", "host", "disk", "failed"]
 
 
 @dataclasses.dataclass(eq=False)
 class Document:
-    """Tokens that the model has read, or will."""
+    """Tokens that the model has read, or will. Only the engine changes it."""
 
     id: str  # from `Documents.id_of`
     tokens: list[int]
     parts: tuple[int, ...]  # tokens of the first prefill, and of each append
-    named: bool  # requested by a user; others are copies of prompts that can be sent again, and go first
-    state: State = "waiting"
+    named: bool = True  # requested by a user; others are copies of prompts that can be sent again, and go first
+    state: State = "waiting"  # "waiting": to be read; "moving": to the device
+    stored: bool = False  # on disk, where a restart finds it
+    num_bytes: int = 0  # of its keys and values, on all devices; 0 until it was read
+    attended_share: float | None = None  # see `tca_jax.Stats`; None until it is read
+    created: float = dataclasses.field(default_factory=time.time)  # seconds since the epoch
+    error: Exception | None = None  # why it could not be read
     table: Rows | None = None  # of one row, on the host, without pool; None until it was read
     pages: Numbers | None = None  # that the table names, in the order of `chunks`; None until it was read
     here: bool = False  # whether it has these pages on the device
-    attended_share: float | None = None  # see `engine.read.ReadRows`; None until it is read
     chunks: list[Rows] | None = None  # its keys and values in host memory; None where they are not there
     logits: np.ndarray | None = None  # of the token after it, float32 [1, V]; not of named ones
-    error: Exception | None = None  # why it could not be read
     storing: Future[None] | None = None  # done when it is on disk, or failed; None if it need not be stored
     arrival: int = 0  # order among all requests
     users: int = 0  # rows and admitted requests that need its pages
-    created: float = dataclasses.field(default_factory=time.time)  # seconds since the epoch
 
     @property
     def num_pages(self) -> int:
         """Its pages, on the device that has most of them."""
-        return 0 if self.pages is None else max(counts(self.pages))
+        return max(map(len, self.pages or []), default=0)
+
+    @property
+    def problem(self) -> BaseException | None:
+        """Why it could not be read, or could not be stored."""
+        storing = self.storing
+        return self.error or (storing.exception() if storing is not None and storing.done() else None)
 
 
 class Documents:
-    """All documents of an engine, and their pages. Only the engine's thread calls it, except for names.
+    """All documents of an engine, and their pages. Only the engine's thread calls it, except `get` and `all`.
 
-    `lost` are documents without a copy, which are to be read again, and `failures` those that could not be moved to the
-    device, and why; whoever looks takes them out.
+    `lost` are documents without a copy, to be read again. `failures` are documents that could not be moved to the
+    device, with the error. The caller takes both out.
     """
 
     def __init__(self, lm: LM, pool: PagePool, host_bytes: int, storage: Storage | None) -> None:
         self._lm, self._bare_lm, self.pool = lm, lm.without_weights(), pool
         self._host_bytes, self._storage = host_bytes, storage
         self._chunk = max(1, min(pool.documents, _CHUNK_BYTES * pool.devices // pool.page_bytes))
-        self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently used first
         self._arriving: list[tuple[Document, Numbers, Rows]] = []  # chunks on their way to the device
         self.lost: list[Document] = []
         self.failures: list[tuple[Document, Exception]] = []
         self._unstored: collections.deque[Document] = collections.deque()
         self._writing: Future[None] | None = None
-        self._lock = threading.Lock()  # of the table of names, which other threads look at
-        for each in [] if storage is None else storage.entries():
-            if self.id_of(each.tokens, each.parts, named=True) == each.id:  # not another model's
-                found = Document(each.id, each.tokens, each.parts, named=True, state="disk", created=each.created)
-                self._by_id[each.id] = found
+        found = [] if storage is None else storage.documents()
+        own = [each for each in found if self.id_of(each.tokens, each.parts) == each.id]  # not another model's
+        self._by_id = OrderedDict((each.id, each) for each in own)  # least recently used first
 
     @functools.cached_property
     def _identity(self) -> tuple[str, str, str]:
         identity = identity_of(self._lm)
         return identity.fingerprint, identity.method_description, self._lm.cache_dtype.name
 
-    def id_of(self, tokens: list[int], parts: tuple[int, ...], *, named: bool) -> str:
+    def id_of(self, tokens: list[int], parts: tuple[int, ...], *, named: bool = True) -> str:
         """The id of tokens that the model reads in these parts: a hash of all that its pages depend on."""
         model = repr((*self._identity, parts)).encode()
         digest = hashlib.sha256(model + np.asarray(tokens, np.int64).tobytes()).hexdigest()
         return f"{'doc' if named else 'text'}-{digest[:24]}"
 
     def get(self, id_: str) -> Document | None:
-        """The document of an id. Any thread may call this."""
-        with self._lock:
-            return self._by_id.get(id_)
+        """The document of an id."""
+        return self._by_id.get(id_)
+
+    def usable(self, id_: str) -> Document | None:
+        """The document of an id that has not failed."""
+        found = self._by_id.get(id_)
+        return None if found is None or found.state == "failed" else found
 
     def all(self) -> list[Document]:
         """All of them, least recently used first."""
-        with self._lock:
-            return list(self._by_id.values())
+        return list(self._by_id.values())
 
     def add(self, document: Document) -> None:
         """Adds a document that waits to be read."""
-        with self._lock:
-            self._by_id[document.id] = document
+        self._by_id[document.id] = document
 
     def touch(self, document: Document) -> None:
         """Marks a document as recently used."""
-        with self._lock:
-            if document.id in self._by_id:
-                self._by_id.move_to_end(document.id)
+        if document.id in self._by_id:
+            self._by_id.move_to_end(document.id)
 
     def forget(self, document: Document) -> None:
         """Drops an unused document, also on disk. OSError if it cannot be removed there; it stays then."""
-        assert not document.users, "a document is forgotten when nobody uses it"
         if self._storage is not None:
             _settle(document.storing, _gone_error(document))  # it is not published from now on
-            self._storage.remove(document.id)
+            self._storage.remove(document)
         self.drop(document)
 
     def drop(self, document: Document) -> None:
         """Drops it from memory, and its name."""
         self.fail(document, _gone_error(document))
-        with self._lock:
-            if self._by_id.get(document.id) is document:
-                del self._by_id[document.id]
+        if self.get(document.id) is document:
+            del self._by_id[document.id]
 
     def fail(self, document: Document, error: Exception) -> None:
         """Marks a document as failed. Its pages are freed; a named one stays listed."""
@@ -135,14 +146,15 @@ class Documents:
         document.chunks = None
         document.error, document.state = error, "failed"
         _settle(document.storing, error)
-        with self._lock:
-            if not document.named and self._by_id.get(document.id) is document:
-                del self._by_id[document.id]
+        if not document.named and self.get(document.id) is document:
+            del self._by_id[document.id]
 
     def _release(self, document: Document) -> None:
         if document.here and document.pages is not None:
             self.pool.allocator.release(document.pages)
         document.here = False
+
+    # The device
 
     def make_room(self, pages: int) -> bool:
         """Whether `pages` are free, once unused documents have left the device for them."""
@@ -150,17 +162,20 @@ class Documents:
             if self.pool.free >= pages:
                 break
             if document.state == "device" and not document.users:
-                self._leave(document)
+                if not document.named:
+                    self.drop(document)
+                elif self._to_host(document) or document.stored:
+                    self._gone(document)
         return self.pool.free >= pages
 
     def would_have_room(self, pages: int) -> bool:
         """Whether `pages` would be free once the documents in use are not; shared pages count twice."""
         here = [each for each in self.all() if each.here]
-        memory = self._host_bytes - sum(self.num_bytes(each) for each in self.all() if each.chunks is not None)
+        memory = self._host_bytes - sum(each.num_bytes for each in self.all() if each.chunks is not None)
         free = self.pool.free
         for document in here:
-            if document.named and document.chunks is None and not self.is_stored(document):
-                memory -= self.num_bytes(document)
+            if document.named and document.chunks is None and not document.stored:
+                memory -= document.num_bytes
                 if memory < 0:
                     continue
             free += document.num_pages
@@ -177,11 +192,10 @@ class Documents:
     def enter(self, document: Document, table: Rows, attended_share: float | None) -> None:
         """Enters a document of a row of the pool, whose table is on the host; it counts as a use of its pages."""
         table = self.pool.exact(table)
-        pages = self.pool.named(table)
-        self.pool.allocator.share(pages)
-        document.table, document.pages, document.here = table, pages, True
-        document.attended_share = attended_share
-        self._entered(document)
+        numbers = self.pool.named(table)
+        self.pool.allocator.share(numbers)
+        document.here = True
+        self._entered(document, table, numbers, attended_share)
 
     def enter_row(self, document: Document, parent: Document, table: Rows, held: Numbers) -> int:
         """Enters a document of a row that continues its parent, whose pages are `held`.
@@ -189,7 +203,7 @@ class Documents:
         Returns 0, or the number of pages that must be free first.
         """
         own = without(self.pool.named(self.pool.exact(table)), held)
-        needed, most = max(counts(own)), self.pool.documents - parent.num_pages
+        needed, most = max(map(len, own)), self.pool.documents - parent.num_pages
         require(
             needed <= most,
             f"a document of {len(document.tokens):,} tokens needs {needed:,} pages beside those of the one that it "
@@ -202,12 +216,13 @@ class Documents:
 
     def enter_context(self, document: Document, rows: Rows, attended_share: float) -> None:
         """Enters a document of a context of one row in host memory."""
-        document.table, document.pages, document.chunks = chunks_of(self.pool, rows, self._chunk)
-        document.attended_share = attended_share
-        self._entered(document)
+        table, numbers, document.chunks = _chunks_of(self.pool, rows, self._chunk)
+        self._entered(document, table, numbers, attended_share)
 
-    def _entered(self, document: Document) -> None:
-        if self.is_stored(document):
+    def _entered(self, document: Document, table: Rows, numbers: Numbers, attended_share: float | None) -> None:
+        document.table, document.pages, document.attended_share = table, numbers, attended_share
+        document.num_bytes = document.num_pages * self.pool.page_bytes
+        if document.stored:
             _settle(document.storing, None)
         elif self._storage is not None and document.named:
             if document.storing is None or document.storing.done():
@@ -215,108 +230,58 @@ class Documents:
             self._unstored.append(document)
         document.state = "device" if document.here else "host"  # last: who sees that waits for `storing`
 
-    def _leave(self, document: Document) -> None:
-        """Moves a document off the device, if it has another copy, or can get one, or is not named."""
-        if not document.named:
-            self.drop(document)
-        elif self._to_host(document) or self.is_stored(document):
-            self._gone(document)
-
     def _gone(self, document: Document) -> None:
         """Frees the pages of a document on the device; without another copy it is `lost`."""
         self._release(document)
-        if document.chunks is not None:
-            document.state = "host"
-        elif self.is_stored(document):
-            document.state = "disk"
-        else:
-            document.state = "waiting"
+        document.state = "host" if document.chunks is not None else "disk" if document.stored else "waiting"
+        if document.state == "waiting":
             self.lost.append(document)
 
-    def is_stored(self, document: Document) -> bool:
-        """Whether it is on disk."""
-        return self._storage is not None and document.named and document.id in self._storage
-
-    def num_bytes(self, document: Document) -> int:
-        """Bytes of a document's pages, on all devices."""
-        return document.num_pages * self.pool.page_bytes
+    # Host memory
 
     def _to_host(self, document: Document) -> bool:
         """Starts a copy to host memory; false where there is no room."""
-        if document.chunks is not None:
-            return True
-        if not self._free_host(self.num_bytes(document)):
-            return False
-        try:
-            document.chunks = self._copies(document)
-        except Exception as error:
-            _log.warning("document %s does not go to host memory: %s", document.id, error)
+        if document.chunks is None and self._free_host(document.num_bytes):
+            try:
+                document.chunks = self._copies(document)
+            except Exception as error:
+                _log.warning("document %s does not go to host memory: %s", document.id, error)
         return document.chunks is not None
 
     def _free_host(self, num_bytes: int, but: Document | None = None) -> bool:
         """Whether host memory has room for `num_bytes`, once second copies have been dropped."""
         held = [each for each in self.all() if each.chunks is not None]
-        free = self._host_bytes - num_bytes - sum(map(self.num_bytes, held))
+        free = self._host_bytes - num_bytes - sum(each.num_bytes for each in held)
         for other in held:
             if free >= 0:
                 break
-            if other is not but and (other.state == "device" or self.is_stored(other)):
-                free += self.num_bytes(other)
+            if other is not but and (other.state == "device" or other.stored):
+                free += other.num_bytes
                 other.chunks = None
                 other.state = other.state if other.here else "disk"
         return free >= 0
 
     def _copies(self, document: Document) -> list[Rows]:
         """Starts copies of a document's pages to host memory."""
-        assert document.pages is not None
-        free = [self.pool.free_pages(part, self._chunk) for part in self._parts(document.pages)]
-        return [jax.tree.map(_pinned, programs.fetch.run(self._bare_lm, self.pool.lend(None, part))) for part in free]
+        free = [self.pool.free_pages(part, self._chunk) for part in self._parts(document.pages or [])]
+        lent = [self.pool.lend(None, part) for part in free]
+        return [jax.tree.map(_pinned, pages.fetch_pages.run(self._bare_lm, each)) for each in lent]
 
-    def _parts(self, pages: Numbers) -> list[Numbers]:
+    def _parts(self, numbers: Numbers) -> list[Numbers]:
         """Pages in chunks."""
-        return [[own[i : i + self._chunk] for own in pages] for i in range(0, max(counts(pages)), self._chunk)]
-
-    def load(self, document: Document) -> bool:
-        """Whether a document's pages are in host memory; if not, another thread reads them from disk."""
-        if document.chunks is None:
-            assert self._storage is not None
-            try:
-                context = self._storage.load(document.id)
-                if context is None:
-                    return False
-                context.require_made_by(self._lm)
-                require(context.token_ids() == document.tokens, "it holds other tokens")
-                self.enter_context(document, context.rows, float(np.asarray(context.attended_share)[0]))
-            except MemoryError:
-                raise
-            except Exception as error:
-                _log.warning("ignoring damaged document %s: %s", document.id, error)
-                self._storage.ignore(document.id)
-                damaged = UserError(f"document {document.id!r} is damaged on disk; upload it again")
-                self.fail(document, damaged)
-                raise damaged from error
-            self._free_host(0, but=document)
-        needed, total = document.num_pages, self.pool.documents
-        require(needed <= total, f"document {document.id!r} has {needed:,} pages: the engine holds {total:,}")
-        return True
-
-    def load_only(self, ids: Collection[str]) -> None:
-        """Cancels the loading of other documents."""
-        if self._storage is not None:
-            self._storage.load_only(ids)
+        return [[own[i : i + self._chunk] for own in numbers] for i in range(0, max(map(len, numbers)), self._chunk)]
 
     def bring(self, document: Document) -> bool:
         """Starts to move a document from host memory to the device; false where there is no room."""
-        chunks, table, old = document.chunks, document.table, document.pages
-        assert chunks is not None  # other documents may need its place in host memory now
-        assert table is not None
-        assert old is not None
+        table: Any = document.table
+        chunks: Any = document.chunks  # other documents may need its place in host memory now
+        old: Any = document.pages
         if not self.make_room(document.num_pages):
             return False
-        pages = self.pool.allocator.take(counts(old))
-        document.table, document.pages, document.here = self.pool.renumbered(table, old, pages), pages, True
+        new = self.pool.allocator.take(list(map(len, old)))
+        document.table, document.pages, document.here = self.pool.renumbered(table, old, new), new, True
         try:
-            parts = zip(self._parts(pages), chunks, strict=True)
+            parts = zip(self._parts(new), chunks, strict=True)
             arriving = [(document, part, jax.tree.map(_to_device, chunk)) for part, chunk in parts]
         except Exception:
             document.chunks = None  # it may be what is wrong
@@ -330,15 +295,15 @@ class Documents:
     def move(self) -> bool:
         """Writes pages that have arrived to the pool; whether others are under way."""
         left = []
-        for document, numbers, pages in self._arriving:
+        for document, numbers, chunk in self._arriving:
             if not document.here:  # it was forgotten, or has failed
                 continue
             try:
-                if all(x.is_ready() for x in jax.tree.leaves(pages)):
+                if all(x.is_ready() for x in jax.tree.leaves(chunk)):
                     to = self.pool.lend(None, self.pool.free_pages(numbers, self._chunk))
-                    self.pool.take_back(programs.place.run(self._bare_lm, to, pages))
+                    self.pool.take_back(pages.place_pages.run(self._bare_lm, to, chunk))
                 else:
-                    left.append((document, numbers, pages))
+                    left.append((document, numbers, chunk))
             except Exception as error:
                 document.chunks = None
                 self._gone(document)
@@ -352,11 +317,42 @@ class Documents:
             document.state = "device"
         return document.state == "device"
 
+    # The disk
+
+    def load(self, document: Document) -> bool:
+        """Whether a document's pages are in host memory; if not, another thread reads them from disk."""
+        if document.chunks is None and self._storage is not None:
+            try:
+                context = self._storage.load(document.id)
+                if context is None:
+                    return False
+                context.require_made_by(self._lm)
+                require(context.token_ids() == document.tokens, "it holds other tokens")
+                self.enter_context(document, context.rows, float(np.asarray(context.attended_share)[0]))
+            except MemoryError:
+                raise
+            except Exception as error:
+                _log.warning("ignoring damaged document %s: %s", document.id, error)
+                document.stored = False
+                damaged = UserError(f"document {document.id!r} is damaged on disk; upload it again")
+                self.fail(document, damaged)
+                raise damaged from error
+            self._free_host(0, but=document)
+        needed, total = document.num_pages, self.pool.documents
+        require(needed <= total, f"document {document.id!r} has {needed:,} pages: the engine holds {total:,}")
+        return True
+
+    def load_only(self, ids: Collection[str]) -> None:
+        """Cancels the loading of other documents."""
+        if self._storage is not None:
+            self._storage.load_only(ids)
+
     def store(self) -> bool:
         """Starts to store the next document, one at a time (each needs a host copy); whether any is left."""
         while self._unstored and (self._writing is None or self._writing.done()):
             document = self._unstored.popleft()
-            if document.storing is not None and not document.storing.done():
+            # A lost one is stored when it is read again.
+            if document.storing is not None and document.state not in ("waiting", "failed"):
                 self._store(document, document.storing)
         return bool(self._unstored) or not (self._writing is None or self._writing.done())
 
@@ -371,21 +367,150 @@ class Documents:
             if _settle(storing, error) and error is not None:
                 _log.warning("document %s is not stored: %s", document.id, error)
 
-        if self._storage is None or document.state in ("waiting", "failed"):
-            return  # lost: what is read again is stored again
+        if self._storage is None or storing.done():
+            return
         try:
-            entry = Entry(document.id, document.tokens, document.parts, document.created)
-            chunks = self._copies(document) if document.chunks is None else document.chunks
-            assert document.table is not None
-            assert document.pages is not None
-            assert document.attended_share is not None
-            row = self.pool, document.table, document.pages, document.attended_share
-            make = functools.partial(context_of, self._lm, entry, *row, chunks)
-            self._writing = self._storage.store(entry, self.num_bytes(document), make, lambda: not storing.done())
+            as_now = copy.copy(document)  # another thread reads it, and it may move
+            as_now.chunks = self._copies(document) if document.chunks is None else document.chunks
+            make = functools.partial(_context_of, self._lm, self.pool, as_now)
+            self._writing = self._storage.store(document, make, lambda: not storing.done())
         except Exception as error:
             note(error)
         else:
             self._writing.add_done_callback(lambda writing: note(writing.exception()))
+
+
+class Storage:
+    """A folder of documents of at most `max_bytes`. One engine owns it, and its thread calls all methods.
+
+    Each document is a folder with a saved context and an entry, which is renamed into place last.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in folder.glob("doc-*"):
+            if not (each / _ENTRY).exists():  # by an engine that was killed
+                shutil.rmtree(each, ignore_errors=True)
+        self._folder, self._max_bytes = folder, math.inf if max_bytes is None else max_bytes
+        self._writer, self._reader = (ThreadPoolExecutor(1, f"tca-jax-{name}") for name in ("write", "read"))
+        self._lock = threading.Lock()  # of entries
+        self._loading: tuple[str, Future[Context]] | None = None
+
+    def documents(self) -> list[Document]:
+        """Stored documents, oldest first. A damaged entry is skipped, with a line in the log."""
+        found = []
+        for file in self._folder.glob(f"*/{_ENTRY}"):
+            try:
+                fields = json.loads(file.read_text())
+                tokens = np.asarray(fields["tokens"], np.int32).tolist()
+                parts, created = tuple(fields["parts"]), float(fields["created"])
+                require(sum(parts) == len(tokens), "its parts are not its tokens")
+                found.append(Document(file.parent.name, tokens, parts, state="disk", stored=True, created=created))
+            except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
+                _log.warning("ignoring damaged document %s: %s", file.parent, error)
+        return sorted(found, key=lambda document: document.created)
+
+    def store(self, document: Document, make: Callable[[], Context], wanted: Callable[[], bool]) -> Future[None]:
+        """Writes a document in another thread, which creates its context by `make`.
+
+        It is published only if it is `wanted` then. The future fails with an OSError where the folder is full.
+        """
+        return self._writer.submit(self._write, document, make, wanted)
+
+    def _write(self, document: Document, make: Callable[[], Context], wanted: Callable[[], bool]) -> None:
+        folder = self._folder / document.id
+        held = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
+        need = f"a document of {document.num_bytes / 1e9:,.2f} GB does not fit"
+        used = f"{self._folder} holds {held / 1e9:,.2f} of at most {self._max_bytes / 1e9:,.2f} GB"
+        require(held + document.num_bytes <= self._max_bytes, f"{used}: {need}", OSError)
+        try:
+            (folder / _ENTRY).unlink(missing_ok=True)  # of a damaged one
+            make().save(folder / _CONTEXT)
+            entry = {name: getattr(document, name) for name in ("tokens", "parts", "created")}
+            with self._lock:
+                if wanted():
+                    with replacing(folder / _ENTRY) as file:
+                        file.write_text(json.dumps(entry))
+                    document.stored = True
+        finally:
+            if not document.stored:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def load(self, id_: str) -> Context | None:
+        """A stored document in host memory; None until another thread has read it. One is read at a time."""
+        if self._loading is None:
+            self._loading = id_, self._reader.submit(Context.load, self._folder / id_ / _CONTEXT)
+        name, loading = self._loading
+        if name != id_ or not loading.done():
+            return None
+        self._loading = None
+        return loading.result()
+
+    def load_only(self, ids: Collection[str]) -> None:
+        """Cancels the loading of another document than these."""
+        if self._loading is not None and self._loading[0] not in ids:
+            self._loading[1].cancel()
+            self._loading = None
+
+    def remove(self, document: Document) -> None:
+        """Removes a document at once; another thread frees its bytes. OSError if it cannot be removed."""
+        folder = self._folder / document.id
+        with self._lock:
+            (folder / _ENTRY).unlink(missing_ok=True)
+            document.stored = False
+        self._writer.submit(shutil.rmtree, folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Waits for documents that are being written."""
+        self.load_only(())
+        self._writer.shutdown()
+        self._reader.shutdown()
+
+
+def _context_of(lm: LM, pool: PagePool, document: Document) -> Context:
+    """The context of a document in host memory."""
+    table: Any = document.table
+    axis, counts = 2 if pool.on_mesh else 0, list(map(len, document.pages or []))
+    most = max(counts)
+
+    def joined(*parts: Any) -> np.ndarray:
+        return np.concatenate([np.asarray(on_host(x)) for x in parts], axis=axis).take(np.arange(most), axis=axis)
+
+    k, v = jax.tree.map(joined, *[(chunk.k, chunk.v) for chunk in document.chunks or []])
+    table = pool.renumbered(table, document.pages or [], [np.arange(count, dtype=np.int32) for count in counts], most)
+    lead = table.start.shape[:-1]
+    free: Any = FreePages(np.zeros((*lead, 0), np.int32), np.zeros(lead, np.int32))  # type: ignore[arg-type]
+    return Context(
+        rows=dataclasses.replace(table, k=k, v=v, free=free, in_runs=True),
+        tokens=jnp.asarray([document.tokens], jnp.int32),
+        lengths=jnp.asarray([len(document.tokens)], jnp.int32),
+        attended_share=jnp.asarray([document.attended_share], jnp.float32),
+        compile_seconds=0.0,
+        prefill_seconds=0.0,
+        window=lm.method.cache.window,
+        shards=lm.head_shards,
+        identity=identity_of(lm),
+    )
+
+
+def _chunks_of(pool: PagePool, rows: Rows, size: int) -> tuple[Rows, Numbers, list[Rows]]:
+    """The table of a context of one row on the host, the numbers of its pages, and these pages by `size`."""
+    table = dataclasses.replace(bare(rows), in_runs=False)
+    named = pool.named(pool.exact(table), rows.num_pages)
+    numbers = [np.arange(len(own), dtype=np.int32) for own in named]
+
+    def chunk(first: int, x: np.ndarray) -> np.ndarray:
+        parts = []
+        for own, of_device in zip(x[0] if pool.on_mesh else x[None], named, strict=True):
+            picked = own[of_device[first : first + size]]
+            parts.append(np.pad(picked, ((0, size - len(picked)), *((0, 0),) * (picked.ndim - 1))))
+        return np.stack(parts)[None] if pool.on_mesh else parts[0]
+
+    chunks = []
+    for first in range(0, max(map(len, named)), size):
+        k, v = jax.tree.map(functools.partial(chunk, first), (rows.k, rows.v))
+        chunks.append(dataclasses.replace(pool.arrays, k=k, v=v))
+    return pool.exact(pool.renumbered(table, named, numbers)), numbers, chunks
 
 
 def _gone_error(document: Document) -> UserError:
@@ -411,6 +536,4 @@ def _pinned(x: jax.Array) -> jax.Array:
 
 
 def _to_device(x: Any) -> jax.Array:
-    if isinstance(x, jax.Array):
-        return jax.device_put(x, x.sharding.with_memory_kind("device"))
-    return jax.device_put(x)
+    return jax.device_put(x, x.sharding.with_memory_kind("device") if isinstance(x, jax.Array) else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import os
 import threading
@@ -19,17 +18,16 @@ import jax
 from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.generation_config import GenerationConfig, GenerationOptions
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompt, require_positions
-from tca_jax.engine.read import page_bytes
+from tca_jax.engine.prompts import Prompt, bucket_length, encode_appended, encode_prompt, require_positions
+from tca_jax.engine.read import page_bytes, pages_of_forks
 from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, check_integer, require
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
-from tca_jax.serve.batch import Request, own_pages
+from tca_jax.serve.batch import Request
 from tca_jax.serve.constraints import Mask
-from tca_jax.serve.documents import Document, Documents
+from tca_jax.serve.documents import Document, Documents, Storage
 from tca_jax.serve.pages import PagePool
 from tca_jax.serve.scheduler import Scheduler
-from tca_jax.serve.storage import Storage
 from tca_jax.serve.streams import Stream
 
 _HOST_SHARE = 0.25  # of the host's memory, for documents that have left the device
@@ -38,20 +36,6 @@ _CPU_SHARE = 0.1  # of the host's memory, for documents where the host is the de
 _SOON_SECONDS = 0.001  # between looks at moves and writes under way while nothing else is to be done
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class DocumentInfo:
-    """A document as users see it."""
-
-    id: str  # in requests
-    tokens: int
-    state: str  # "waiting" (to be read), "device", "moving" (to the device), "host", "disk" or "failed"
-    stored: bool  # on disk, where a restart finds it
-    num_bytes: int  # of its keys and values; 0 where they are not known yet
-    attended_share: float | None  # see `tca_jax.Stats`; None until it is read
-    created: float  # seconds since the epoch
-    error: str | None  # why it could not be read, or could not be stored
 
 
 class Pages(NamedTuple):
@@ -126,14 +110,17 @@ class Loop:
         refusal.__cause__ = self.failure.__cause__
         return refusal
 
-    # The thread
-
     def _run(self) -> None:
         failure = None
         try:
             while not self._stopping:
-                self._run_calls()
-                busy = self._scheduler.once(lambda: bool(self._calls) or self._stopping)
+                while self._calls:
+                    function, done = self._calls.popleft()
+                    try:
+                        done.set_result(function())
+                    except BaseException as error:
+                        done.set_exception(error)
+                busy = self._scheduler.step(lambda: bool(self._calls) or self._stopping)
                 with self._changed:
                     self.resting = self._scheduler.is_idle and not self._calls
                     self._changed.notify_all()
@@ -151,21 +138,9 @@ class Loop:
             _log.error("the engine did not end as it should", exc_info=error)
         with self._changed:
             self._ended, self.resting = True, failure is None
-            calls = list(self._calls)
-            self._calls.clear()
             self._changed.notify_all()
-        for _, done in calls:
-            done.set_exception(self._refusal())
-
-    def _run_calls(self) -> None:
         while self._calls:
-            function, done = self._calls.popleft()
-            try:
-                result = function()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(result)
+            self._calls.popleft()[1].set_exception(self._refusal())
 
 
 class Engine:
@@ -280,20 +255,17 @@ class Engine:
         Returns:
             The id of the longer document, at once.
         """
-        known = self._document(document)
+        known = self.document(document)
         (ids,) = encode_appended(self.lm, [more], 1, lambda row: known.tokens, "more")
         require_positions("more", len(ids), 0, self.lm, context_tokens=len(known.tokens))
-        tokens, parts = known.tokens + ids, (*known.parts, len(ids))
-        longer = self._documents.id_of(tokens, parts, named=True)
         self._scheduler.require_room(len(known.tokens), len(ids))
+        tokens, parts = known.tokens + ids, (*known.parts, len(ids))
+        longer = Document(self._documents.id_of(tokens, parts), tokens, parts)
 
         def enter() -> str:
-            found = self._documents.get(longer)
-            if found is None or found.state == "failed":
-                parent, target = self._document(document), Document(longer, tokens, parts, named=True)
-                self._documents.add(target)
-                self._scheduler.add(Request(None, parent, ids, target=target))
-            return longer
+            if self._documents.usable(longer.id) is None:
+                self._scheduler.append(longer, self.document(document))
+            return longer.id
 
         return self._loop.call(enter)
 
@@ -301,33 +273,31 @@ class Engine:
         """Drops a document, also on disk. ValueError if it is in use; OSError if it cannot be removed from disk."""
 
         def drop() -> None:
-            found = self._document(document)
+            found = self.document(document)
             unused = not found.users and found.state != "waiting"
             require(unused, f"document {document!r} is in use; cancel what is asked about it first", DocumentInUse)
             self._documents.forget(found)
 
         self._loop.call(drop)
 
-    def documents(self) -> list[DocumentInfo]:
-        """All documents that were read, or wait to be, least recently asked first."""
-        return [self._info(each) for each in self._documents.all() if each.named]
+    def documents(self) -> list[Document]:
+        """All documents that were read, or wait to be, least recently used first."""
+        return [each for each in self._documents.all() if each.named]
 
-    def document(self, document: str) -> DocumentInfo:
-        """The state of a document. ValueError if it is unknown."""
-        return self._info(self._document(document))
-
-    def tokens_of(self, document: str) -> list[int]:
-        """Token ids of a document. ValueError if it is unknown."""
-        return self._document(document).tokens
+    def document(self, document: str) -> Document:
+        """A document by its id. ValueError if it is unknown."""
+        found: Any = self._documents.get(document) if isinstance(document, str) else None
+        require(found is not None, f"unknown document {document!r}", UnknownDocument)
+        return found
 
     def prefix_of(self, tokens: list[int]) -> tuple[str, int] | None:
         """Id and length of the longest document that `tokens` begin with and go on after; None for none."""
-        known = [each for each in self._documents.all() if each.named and each.state != "failed"]
-        found = [each for each in known if len(each.tokens) < len(tokens) and tokens[: len(each.tokens)] == each.tokens]
+        known = [each for each in self.documents() if each.state != "failed" and len(each.tokens) < len(tokens)]
+        found = [each for each in known if tokens[: len(each.tokens)] == each.tokens]
         longest = max(found, key=lambda each: len(each.tokens), default=None)
         return None if longest is None else (longest.id, len(longest.tokens))
 
-    def wait(self, document: str, timeout: float | None = None, *, stored: bool = False) -> DocumentInfo:
+    def wait(self, document: str, timeout: float | None = None, *, stored: bool = False) -> Document:
         """Waits at most `timeout` seconds until a document is read, and `stored` on disk.
 
         Raises:
@@ -335,8 +305,7 @@ class Engine:
             TimeoutError: it takes longer.
             OSError: it cannot be stored.
         """
-        found = self._document(document)
-        begin = time.monotonic()
+        found, begin = self.document(document), time.monotonic()
         read = self._loop.wait_until(lambda: found.state != "waiting", timeout)
         require(read, f"document {document!r} has not been read within {timeout} seconds", TimeoutError)
         if found.error is not None:
@@ -346,7 +315,7 @@ class Engine:
                 found.storing.result(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
             except TimeoutError:
                 raise TimeoutError(f"document {document!r} has not been stored within {timeout} seconds") from None
-        return self._info(found)
+        return found
 
     # Questions
 
@@ -390,21 +359,21 @@ class Engine:
         check_flag("keep", keep)
         known = mask is None or callable(mask)
         require(known, f"mask is of type {type(mask).__name__}: must be callable, or None", UserTypeError)
-        stream = Stream(self.lm, config, self._cancel, keep=keep)
         if document is None:
             held, new = encode_prompt(self.lm, prompt), []
             require_positions("prompt", len(held), config.max_new_tokens, self.lm)
-            stream.prompt_tokens = len(held)
             self._scheduler.require_pages(len(held))
+            lengths = len(held), 0
         else:
-            held = self._document(document).tokens
+            held = self.document(document).tokens
             (new,) = encode_appended(self.lm, [prompt], 1, lambda row: held, "prompt")
             require_positions("prompt", len(new), config.max_new_tokens, self.lm, context_tokens=len(held))
-            stream.prompt_tokens, stream.document_tokens = len(new), len(held)
+            lengths = len(new), len(held)
         self._scheduler.require_room(len(held), len(new) + config.max_new_tokens)
+        stream = Stream(self.lm, config, self._cancel, keep, *lengths)
 
         def enter() -> None:
-            found = self._found(held, named=False) if document is None else self._document(document)
+            found = self._found(held, named=False) if document is None else self.document(document)
             self._scheduler.add(Request(stream, found, new, int(sample), mask))
 
         self._loop.call(enter)
@@ -418,39 +387,18 @@ class Engine:
         with suppress(UserError):  # an engine that has ended has ended all of them
             self._loop.post(lambda: self._scheduler.cancel(stream))
 
-    def _document(self, id_: str) -> Document:
-        found: Any = self._documents.get(id_) if isinstance(id_, str) else None
-        require(found is not None, f"unknown document {id_!r}", UnknownDocument)
-        return found
-
     def _found(self, tokens: list[int], *, named: bool) -> Document:
         """The document of these tokens, which is read if it is new; in the engine's thread."""
         id_ = self._documents.id_of(tokens, (len(tokens),), named=named)
-        found = self._documents.get(id_)
-        if found is None or found.state == "failed":
+        if (found := self._documents.usable(id_)) is None:
             found = Document(id_, tokens, (len(tokens),), named)
             self._scheduler.read(found)
         return found
 
-    def _info(self, document: Document) -> DocumentInfo:
-        documents, storing = self._documents, document.storing
-        error: BaseException | None = document.error
-        if error is None and storing is not None and storing.done():
-            error = storing.exception()
-        return DocumentInfo(
-            id=document.id,
-            tokens=len(document.tokens),
-            state=document.state,
-            stored=documents.is_stored(document),
-            num_bytes=documents.num_bytes(document),
-            attended_share=document.attended_share,
-            created=document.created,
-            error=None if error is None else str(error),
-        )
-
 
 def _answer_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
-    return max_rows * own_pages(lm, lm.config.max_context, answer_tokens)[0]
+    most = lm.config.max_context
+    return max_rows * pages_of_forks(lm, 1, most, min(most, bucket_length(answer_tokens)))
 
 
 def _default_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:

@@ -1,4 +1,8 @@
-"""The pool of an engine: pages of documents and answers on the devices, their uses, and page tables on the host."""
+"""The pool of an engine, the programs over it beside those of `generate`, and page tables on the host.
+
+A table is a `Rows` without `k` and `v`, and without `free` unless a row has free pages of its own. Programs get it with
+the pool, which they overwrite.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int, Int32, UInt8
 
-from tca_jax.engine.cache import CacheLayout
+from tca_jax.engine.decode import STATE, DecodingState, Steps, draw
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, on_host, place
-from tca_jax.engine.pages import Allocator, FreePages, Numbers, Rows, Scored
+from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, place
+from tca_jax.engine.pages import Allocator, FreePages, Numbers, Rows
 from tca_jax.engine.read import mean_columns, page_bytes
+from tca_jax.engine.sampling import Sampling
 from tca_jax.methods.base import UNBOUNDED, ScoredCache
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.kv import empty
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
-from tca_jax.serve import programs
+from tca_jax.programs import Program
+
+#: Fields of `Rows` that a pool alone lacks.
+_NO_TABLE: Any = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
+_NO_TABLE |= {"window_pages": 0, "in_runs": False}
+_NO_POOL: Any = {"k": None, "v": None}
 
 
 class Widths(NamedTuple):
@@ -38,18 +51,11 @@ class Widths(NamedTuple):
         window = policy.window // policy.block_size + 1 if bounded else cdiv(tokens, policy.block_size)
         return cls(kept, window, mean_columns(policy, tokens))
 
-    @classmethod
-    def of_layout(cls, lm: LM, layout: CacheLayout) -> Widths:
-        """Those of rows that a layout plans."""
-        means = mean_columns(lm.method.cache, layout.most_tokens)
-        return cls(max(layout.kept_columns), layout.num_window_pages, means)
-
 
 class PagePool:
     """One pool for documents and answers, on each device.
 
-    Answers have `answers` pages, of which `reserved` are promised to requests; the others are documents'. Tables are
-    `Rows` without `k`, `v` and `free`: programs get them with the pool, which they overwrite.
+    Answers have `answers` pages, of which `reserved` are promised to requests; the others are documents'.
     """
 
     def __init__(self, lm: LM, documents: int, answers: int) -> None:
@@ -74,7 +80,7 @@ class PagePool:
     def renew(self) -> None:
         """Replaces the arrays."""
         self.arrays = None  # their memory is that of the new ones
-        self.arrays = programs.empty_pool.run(self._lm, pages=self.total, dtype=self._dtype)
+        self.arrays = empty_pool.run(self._lm, pages=self.total, dtype=self._dtype)
 
     def lend(self, table: Rows | None, free: FreePages | None = None) -> Rows:
         """A table with the pool, and its own free pages or others; the caller gives it to a program."""
@@ -84,8 +90,7 @@ class PagePool:
     def take_back(self, rows: Rows) -> Rows:
         """Takes the pool from a program's result; the table is left."""
         self.arrays = dataclasses.replace(self.arrays, k=rows.k, v=rows.v)
-        none: Any = None
-        return dataclasses.replace(rows, k=none, v=none)
+        return dataclasses.replace(rows, **_NO_POOL)
 
     def free_pages(self, numbers: Numbers, count: int) -> FreePages:
         """Pages that a program may take, in `count` places."""
@@ -101,24 +106,6 @@ class PagePool:
         parts = [own[count:] for own, (count,) in zip(numbers, taken, strict=True)]
         return [own[own < self.total] for own in parts]
 
-    def empty_table(self, lm: LM, rows: int, widths: Widths) -> Rows:
-        """A table of rows without tokens, on the host."""
-        lead = (1, self.devices) if self.on_mesh else ()
-        shape, b = (*lead, lm.config.num_layers, rows, lm.config.num_kv_heads // self.devices), self.block_size
-        scored: Any = None
-        if isinstance(lm.method.cache, ScoredCache):
-            scored = {
-                "scores": np.full((*shape, widths.window * b), -np.inf, np.float32),
-                "pages": np.full((*shape, widths.means), self.total, np.int32),
-                "bias": np.full((*shape, widths.means * b), MASKED, np.float32),
-                "raised": np.zeros(shape[:-1], np.int32),
-            }
-            scored = Scored(**scored)
-        table: Any = {name: np.zeros((*lead, rows), np.int32) for name in ("start", "own", "length")}
-        table |= {"kept": np.zeros(shape, np.int32), "scored": scored, "window_pages": widths.window}
-        table["pages"] = np.full((*shape, widths.kept + widths.window), self.total, np.int32)
-        return Rows(**{**programs.NO_TABLE, "k": None, "v": None, **table})
-
     def on_device(self, table: Any) -> Any:
         """A table of the host, or free pages, on the devices."""
         mesh = self._lm.mesh
@@ -133,7 +120,9 @@ class PagePool:
             return np.pad(x[..., :count], more, constant_values=fill)
 
         kept, window = np.split(np.asarray(table.pages), [table.columns], axis=-1)
-        parts = [fit(part, count, self.total) for part, count in zip((kept, window), widths, strict=False)]
+        pages: Any = np.concatenate(
+            [fit(kept, widths.kept, self.total), fit(window, widths.window, self.total)], axis=-1
+        )
         b, scored = self.block_size, table.scored
         if scored is not None:
             scored = scored._replace(
@@ -141,15 +130,14 @@ class PagePool:
                 pages=fit(scored.pages, widths.means, self.total),
                 bias=fit(scored.bias, widths.means * b, MASKED),
             )
-        pages: Any = np.concatenate(parts, axis=-1)
         return dataclasses.replace(table, pages=pages, scored=scored, window_pages=widths.window)
 
     def exact(self, table: Rows) -> Rows:
         """A row's table, on the host, that names only pages which hold tokens."""
         b, held = self.block_size, (np.asarray(table.length) - table.start)[..., None, :, None, None]
-        kept, window = np.split(np.asarray(table.pages), [table.columns], axis=-1)
-        window = np.where(np.arange(window.shape[-1]) * b < held, window, self.total)
-        pages: Any = np.concatenate([kept, window], axis=-1).astype(np.int32)
+        pages: Any = np.array(table.pages, np.int32)
+        window = pages[..., table.columns :]
+        window[np.broadcast_to(np.arange(window.shape[-1]) * b >= held, window.shape)] = self.total
         widths = Widths.of(table)._replace(kept=cdiv(int(np.max(table.kept)), b))
         return self.fitted(dataclasses.replace(table, pages=pages), widths)
 
@@ -176,9 +164,13 @@ class PagePool:
                 out[at] = lookup[np.minimum(x[at], len(lookup) - 1)]
             return out
 
-        scored = table.scored
-        scored = None if scored is None else scored._replace(pages=changed(scored.pages))
+        scored = None if table.scored is None else table.scored._replace(pages=changed(table.scored.pages))
         return dataclasses.replace(table, pages=changed(table.pages), scored=scored)
+
+
+def bare(table: Rows) -> Rows:
+    """A table alone: without pool and free pages."""
+    return dataclasses.replace(table, **_NO_POOL, free=None)  # type: ignore[arg-type]
 
 
 def row_of(table: Rows, row: int) -> Rows:
@@ -189,15 +181,148 @@ def row_of(table: Rows, row: int) -> Rows:
 
 def without(numbers: Numbers, others: Numbers) -> Numbers:
     """Pages of each device that are none of others."""
-    found = []
-    for own, of_others in zip(numbers, others, strict=True):
-        left = np.zeros(1 + max(own.max(initial=0), of_others.max(initial=0)), bool)
-        left[own] = True
-        left[of_others] = False
-        found.append(np.flatnonzero(left).astype(np.int32))
-    return found
+    return [np.setdiff1d(own, of_others, assume_unique=True) for own, of_others in zip(numbers, others, strict=True)]
 
 
-def counts(numbers: Numbers) -> list[int]:
-    """How many pages these are on each device."""
-    return list(map(len, numbers))
+# Programs
+
+
+def _empty_pool(lm: LM, *, pages: int, dtype: jnp.dtype) -> Rows:
+    k, v = (empty((pages, lm.method.cache.block_size, lm.config.head_dim), dtype) for _ in range(2))
+    return Rows(k, v, **_NO_TABLE)
+
+
+def _empty_table(lm: LM, *, rows: int, widths: Widths, pages: int) -> Rows:
+    """Rows without tokens; `pages` of the pool."""
+    heads = lm.config.num_kv_heads // (1 if lm.head_shards is None else lm.head_shards.devices)
+    table = Rows.create(
+        lm.config.num_layers,
+        rows,
+        heads,
+        pages=pages,
+        columns=widths.kept,
+        window_pages=widths.window,
+        mean_pages=widths.means if isinstance(lm.method.cache, ScoredCache) else None,
+        page_size=lm.method.cache.block_size,
+        head_dim=lm.config.head_dim,
+        dtype=jnp.float32,  # of the pool, which is dropped
+    )
+    return dataclasses.replace(bare(table), in_runs=False)
+
+
+def _empty_state(lm: LM, rows: int, stops: int, cache: Any) -> DecodingState:
+    """Ended rows without tokens; with room for a token of each, as the host gets the output of each step."""
+    zeros = jnp.zeros(rows, jnp.int32)
+    return DecodingState(
+        tokens=jnp.full((rows, 1), lm.pad_token_id, jnp.int32),
+        step=zeros,
+        last=zeros,
+        done=jnp.ones(rows, bool),
+        lengths=zeros,
+        keys=jax.random.split(jax.random.key(0), rows),
+        seen=None,
+        stop_tokens=jnp.full((rows, stops), lm.config.vocab_size, jnp.int32),
+        min_new_tokens=zeros,
+        logprobs=jnp.zeros((rows, 1), jnp.float32),
+        top=None,
+        finite=jnp.ones(rows, bool),
+        cache=cache,
+    )
+
+
+def _empty_batch(lm: LM, *, rows: int, widths: Widths, pages: int, stops: int) -> DecodingState:
+    return _empty_state(lm, rows, stops, _empty_table(lm, rows=rows, widths=widths, pages=pages))
+
+
+def _place(lm: LM, pool: Rows, pages: Rows) -> Rows:
+    """The pool with pages written to the numbers of its free ones; a number past its end drops the page."""
+    to = pool.free.numbers
+    k, v = jax.tree.map(lambda old, x: old.at[to].set(x, mode="drop"), (pool.k, pool.v), (pages.k, pages.v))
+    return dataclasses.replace(pool, k=k, v=v)
+
+
+def _fetch(lm: LM, pool: Rows) -> Rows:
+    """Copies of the pages that are called free."""
+    k, v = jax.tree.map(lambda x: x.at[pool.free.numbers].get(mode="clip"), (pool.k, pool.v))
+    return Rows(k, v, **_NO_TABLE)
+
+
+def _fork(lm: LM, rows: Rows, most: Int[Array, " 1"]) -> Rows:
+    """A row that continues the only one, and will have `most` tokens."""
+    return rows.forked(jnp.zeros(1, jnp.int32), most)
+
+
+def _row_axis(x: Array) -> int:
+    return min(1, x.ndim - 1)
+
+
+def _admit(
+    lm: LM,
+    state: DecodingState,  # without pool
+    table: Rows,  # of the row
+    row: Int[Array, ""],
+    logits: Float32[Array, "1 V"],
+    fields: dict[str, Any],  # of the row's state
+    sampling: Sampling,
+    allowed: UInt8[Array, "1 W"] | None,  # mask of its first token; None for all tokens
+) -> tuple[DecodingState, Int32[Array, "4 R"]]:
+    """Adds a row to the batch, and draws its first token."""
+    cache = jax.tree.map(
+        lambda all_rows, x: all_rows.at[(slice(None),) * _row_axis(x) + (row,)].set(x.take(0, axis=_row_axis(x))),
+        state.cache,
+        table,
+    )
+    top, finite = jax.tree.map(lambda x: jnp.zeros_like(x[:1]), state.top), jnp.isfinite(logits).all(axis=-1)
+    alone = dataclasses.replace(_empty_state(lm, 1, 0, None), done=jnp.zeros(1, bool), top=top, finite=finite, **fields)
+    alone = draw(lm, alone, logits, sampling, allowed=allowed)
+    rows = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
+    rows = jax.tree.map(lambda all_rows, x: all_rows.at[row].set(x[0]), rows, alone)
+    return dataclasses.replace(rows, cache=cache), _packed(rows)
+
+
+def _packed(state: DecodingState) -> Int32[Array, "4 R"]:
+    """Output of a step: step, done, finite, last. Copying ten small arrays to the host takes ten times as long."""
+    return jnp.stack([x.astype(jnp.int32) for x in (state.step, state.done, state.finite, state.last)])
+
+
+def _step(
+    lm: LM,
+    state: DecodingState,
+    limit: Int[Array, " R"],
+    sampling: Sampling,
+    allowed: UInt8[Array, "R W"] | None,
+    *,
+    evicts: bool,
+    backend: Backend,
+) -> tuple[DecodingState, Int32[Array, "4 R"]]:
+    """A step of the rows that have not ended and have fewer than `limit` tokens (0 for free rows).
+
+    `allowed` as in `decode.draw`; `evicts`: whether a block may leave a window.
+    """
+    rows, steps = state.cache, Steps(lm, limit, sampling, allowed, backend)
+    running = steps.running(state)
+    # Other rows have no tokens, so that nothing of theirs is read.
+    kept, start = jnp.where(running[:, None], rows.kept, 0), jnp.where(running, rows.start, 0)
+    cache = dataclasses.replace(rows, kept=kept, start=start)
+    lengths = jnp.where(running, state.lengths, 1 - state.step)
+    given = dataclasses.replace(state, cache=cache, lengths=lengths)
+    after = steps.take_evicting(given) if evicts else steps.take(given, steps.summaries(cache))
+    kept, start = jnp.where(running[:, None], after.cache.kept, rows.kept), after.cache.start
+    cache = dataclasses.replace(after.cache, kept=kept, start=jnp.where(running, start, rows.start))
+    after = dataclasses.replace(after, cache=cache, lengths=state.lengths)
+    return after, _packed(after)
+
+
+def _row(lm: LM, table: Rows, row: Int[Array, ""]) -> Rows:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=_row_axis(x)), table)
+
+
+empty_pool = Program(OverMesh(_empty_pool, (), CACHES))
+empty_table = Program(OverMesh(_empty_table, (), CACHES))
+empty_batch = Program(OverMesh(_empty_batch, (), STATE))
+place_pages = Program(OverMesh(_place, (CACHES, CACHES), CACHES), donate=(1,))
+fetch_pages = Program(OverMesh(_fetch, (CACHES,), CACHES))
+fork = Program(OverMesh(_fork, (CACHES, SAME), CACHES), donate=(1,))
+admit = Program(OverMesh(_admit, (STATE, CACHES, SAME, SAME, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
+step = Program(OverMesh(_step, (STATE, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
+row = Program(OverMesh(_row, (CACHES, SAME), CACHES))

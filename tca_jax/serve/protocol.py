@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import itertools
 import json
 import logging
@@ -19,7 +18,8 @@ from pydantic_core import PydanticCustomError
 
 from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.errors import Unsupported, UserError, explaining
-from tca_jax.serve.engine import DocumentInfo, DocumentInUse, EngineEnded, UnknownDocument
+from tca_jax.serve.documents import Document
+from tca_jax.serve.engine import DocumentInUse, EngineEnded, UnknownDocument
 from tca_jax.serve.streams import Completion
 
 Json = dict[str, Any]
@@ -453,8 +453,9 @@ def shown_token(own: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
-def document_json(info: DocumentInfo) -> Json:
+def document_json(document: Document) -> Json:
     """A document as clients see it."""
-    fields = dataclasses.asdict(info)
-    size, created = fields.pop("num_bytes"), int(fields.pop("created"))
-    return {"object": "document", **fields, "bytes": size, "created_at": created}
+    fields = {name: getattr(document, name) for name in ("id", "state", "stored", "attended_share")}
+    error, sizes = document.problem, {"tokens": len(document.tokens), "bytes": document.num_bytes}
+    times = {"created_at": int(document.created), "error": None if error is None else str(error)}
+    return {"object": "document", **fields, **sizes, **times}

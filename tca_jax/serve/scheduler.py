@@ -1,4 +1,4 @@
-"""The engine's thread: documents are read, requests are admitted to the batch, steps are taken, tokens handed out."""
+"""Rounds of the engine: documents are read, requests are admitted to the batch, steps are taken, tokens handed out."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from tca_jax.engine import read
 from tca_jax.engine.cache import CacheLayout
+from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.pages import Numbers, Rows
@@ -24,10 +25,11 @@ from tca_jax.engine.prompts import bucket_length, pad_tokens
 from tca_jax.errors import UserError, require
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import results_of
-from tca_jax.serve.batch import Batch, Request, StepOutput, is_intact
+from tca_jax.serve import pages
+from tca_jax.serve.batch import Batch, Request, is_intact
 from tca_jax.serve.constraints import packed_mask
 from tca_jax.serve.documents import Document, Documents
-from tca_jax.serve.pages import Widths, row_of
+from tca_jax.serve.pages import Widths, bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
@@ -84,6 +86,12 @@ class Scheduler:
         self._documents.add(document)
         self._prefiller.add(document)
 
+    def append(self, target: Document, parent: Document) -> None:
+        """Adds a document that continues another one."""
+        stream, new = Stream(self._lm, GenerationConfig()), target.tokens[len(parent.tokens) :]
+        self._documents.add(target)
+        self.add(Request(stream, parent, new, target=target))
+
     def add(self, request: Request) -> None:
         """Adds a request."""
         request.arrival = next(self._arrivals)
@@ -97,9 +105,7 @@ class Scheduler:
             if request.stream is stream:
                 self._leave(request, "cancelled")
 
-    # The loop
-
-    def once(self, is_called: Callable[[], bool]) -> bool | None:
+    def step(self, is_called: Callable[[], bool]) -> bool | None:
         """One round; whether there is more to do now, or None while something is under way.
 
         `is_called`: whether calls of other threads wait for the end of the round.
@@ -131,39 +137,42 @@ class Scheduler:
         """Ends all answers, and stores documents that are not stored yet."""
         self._prefiller.close()
         for request in [*self._waiting, *self._batch.requests]:
-            if request.stream is None:
-                continue
-            if failure is None:
-                request.stream.end("cancelled")
-            else:
-                request.stream.fail(failure)
+            request.stream.end(failure or "cancelled")
         self._documents.finish_storing()
 
     # Errors
 
     def _recover(self, error: Exception) -> None:
         """Replaces the arrays that a failed program has consumed: rows of the batch fail, other requests restart."""
-        batch, pool = self._batch.is_intact, is_intact(self._pool.arrays)
-        if batch and pool:
+        pool = is_intact(self._pool.arrays)
+        if self._batch.is_intact and pool:
             return
         _log.error("the batch begins again after an error", exc_info=error)
         self._batch.broken = True  # its pages are freed together
         for request in self._batch.requests:
             self._fail(request, error)
         for request in self._waiting:
-            self._begin_again(request)
-        self._batch.begin_again()
+            self._restart(request)
+        self._batch.restart()
         if not pool:
-            self._prefiller.begin_again()
+            self._prefiller.restart()
             self._documents.renew()
 
-    def _begin_again(self, request: Request) -> None:
+    def _restart(self, request: Request) -> None:
         """Frees the pages of a request that is not in the batch; it waits again."""
         self._batch.end(request)
-        request.logits = None
-        request.fed = 0
+        request.logits, request.fed = None, 0
         if request.document.named:
             self._unpin(request)
+
+    @contextlib.contextmanager
+    def _failing(self, request: Request) -> Iterator[None]:
+        """Fails a request, not the engine, with an error of the body."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(request, error)
+            self._recover(error)
 
     def _read_again(self, document: Document) -> None:
         """Reads a lost document again, in the same parts."""
@@ -177,17 +186,14 @@ class Scheduler:
             self._prefiller.add(document, first=True)
             return
         tokens, parts = document.tokens[:-last], tuple(before)
-        for named in (True, False):
-            parent = documents.get(documents.id_of(tokens, parts, named=named))
-            if parent is not None and parent.state != "failed":
-                break
-        else:
-            parent = Document(documents.id_of(tokens, parts, named=False), tokens, parts, named=False)
-        request = Request(None, parent, document.tokens[-last:], target=document)
-        self.add(request)
-        if documents.get(parent.id) is not parent:
-            documents.add(parent)
-            self._read_again(parent)
+        ids = [documents.id_of(tokens, parts, named=named) for named in (True, False)]
+        if (parent := documents.usable(ids[0]) or documents.usable(ids[1])) is not None:
+            self.append(document, parent)
+            return
+        parent = Document(ids[1], tokens, parts, named=False)
+        self.append(document, parent)
+        documents.add(parent)
+        self._read_again(parent)
 
     # Admission
 
@@ -200,19 +206,9 @@ class Scheduler:
                 worked |= self._proceed(request)
         return worked
 
-    @contextlib.contextmanager
-    def _failing(self, request: Request) -> Iterator[None]:
-        """Fails a request, not the engine, with an error of the body."""
-        try:
-            yield
-        except Exception as error:
-            self._fail(request, error)
-            self._recover(error)
-
     def _proceed(self, request: Request) -> bool:
-        document = request.document
-        if document.error is not None:
-            raise document.error
+        if request.document.error is not None:
+            raise request.document.error
         if request.needed_pages:  # later requests do not take the pages of its target
             self._wait_for_room(request, request.needed_pages)
         if not request.reserved and not (self._is_here(request) and self._begin(request)):
@@ -224,12 +220,10 @@ class Scheduler:
         if request.target is not None:
             return self._become(request, request.target)
         slot = self._batch.free_slot
-        if slot is None:
-            return False
-        if self._update_mask(request):
+        if slot is not None and self._update_mask(request):
             self._waiting.remove(request)
             self._batch.admit(request, slot)
-        return True
+        return slot is not None
 
     def _is_here(self, request: Request) -> bool:
         """Whether a request's document is on the device; if not, it is moved there and pinned."""
@@ -243,16 +237,16 @@ class Scheduler:
                 self._wait_for_room(request, document.num_pages)
         return documents.is_here(document)
 
-    def _wait_for_room(self, request: Request, pages: int) -> None:
-        """Blocks later requests if `pages` can become free when others end."""
-        if self._documents.would_have_room(pages):
+    def _wait_for_room(self, request: Request, count: int) -> None:
+        """Blocks later requests if `count` pages can become free when others end."""
+        if self._documents.would_have_room(count):
             self._first_blocked = min(self._first_blocked, request.arrival)
 
     def _begin(self, request: Request) -> bool:
         """Gives a request a row of its own; false without enough pages, or without a place in the batch."""
-        pages, _ = self._batch.own_pages(len(request.document.tokens), request.own_tokens)
+        count, _ = self._batch.own_pages(len(request.document.tokens), request.own_tokens)
         has_row = request.target is not None or self._batch.free_slot is not None
-        if self._answers_blocked or not has_row or pages > self._pool.free_answers:
+        if self._answers_blocked or not has_row or count > self._pool.free_answers:
             self._answers_blocked = True
             return False
         pinned = request.pins
@@ -275,13 +269,12 @@ class Scheduler:
 
     def _become(self, request: Request, target: Document) -> bool:
         """Enters the target of a request; without room the request restarts, for others may need its pages."""
-        assert request.held is not None
         self._require_finite(request, bool(np.isfinite(on_host(request.logits)).all()))
         table = self._batch.table_of(request)
-        request.needed_pages = self._documents.enter_row(target, request.document, table, request.held)
+        request.needed_pages = self._documents.enter_row(target, request.document, table, request.held or [])
         if request.needed_pages:
             self._wait_for_room(request, request.needed_pages)
-            self._begin_again(request)
+            self._restart(request)
             return False
         self._leave(request, "stop")
         return True
@@ -297,7 +290,19 @@ class Scheduler:
         one_by_one = batch.has_masks or batch.wants_logprobs or not self._prefiller.is_idle
         if not (one_by_one or is_called()):
             batch.dispatch()
-        self._hand_out(batch.wait())
+        for output in batch.wait():
+            request = output.request
+            if request.slot is None:  # the error of another row has ended it
+                continue
+            with self._failing(request):
+                self._require_finite(request, output.finite)
+                if output.token is not None:
+                    request.streamed += 1
+                    request.stream.add([output.token], output.logprob, output.top)
+                if output.done or request.streamed >= request.max_new_tokens:
+                    self._leave(request, "stop" if output.done else "length")
+                elif output.token is not None:
+                    self._update_mask(request)
         if not batch.requests:  # the pending step has no rows left
             batch.pending.clear()
 
@@ -308,37 +313,9 @@ class Scheduler:
             lengths, finite_rows = np.asarray([tokens.shape[1]], np.int32), np.zeros(1, bool)
             read.require_finite(self._lm, tokens, lengths, finite_rows, "prompts")
 
-    def _hand_out(self, output: StepOutput) -> None:
-        """Gives streams their new tokens, and ends those that have ended."""
-        rows, packed, logprobs, top = output
-        for slot, request in enumerate(rows):
-            if request is None or request.slot != slot or (stream := request.stream) is None:
-                continue
-            try:
-                self._require_finite(request, packed.finite[slot])
-            except Exception as error:
-                self._fail(request, error)
-                continue
-            new = packed.step[slot] - request.streamed
-            assert new < 2, "the last token alone is said"
-            request.streamed += new
-            own: list[float] = []
-            likeliest: list[Any] = []
-            if (wanted := stream.config.num_logprobs) is not None:
-                own = logprobs[slot, :new].tolist()
-            if wanted:
-                ids, values = (x[slot, :new, :wanted].tolist() for x in top)
-                likeliest = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-            stream.add([packed.last[slot]] * new, own, likeliest)
-            if packed.done[slot] or request.streamed >= request.max_new_tokens:
-                self._leave(request, "stop" if packed.done[slot] else "length")
-            elif new and request.mask is not None:
-                with self._failing(request):
-                    self._update_mask(request)
-
     def _update_mask(self, request: Request) -> bool:
         """Computes the mask of an answer, if it has one, for the next token; whether the answer goes on."""
-        if request.mask is None or request.stream is None:
+        if request.mask is None:
             return True
         config, vocabulary = request.stream.config, self._lm.config.vocab_size
         stops = (config.stop_token_ids or ()) if request.streamed < config.min_new_tokens else ()
@@ -349,22 +326,15 @@ class Scheduler:
 
     def _leave(self, request: Request, reason: FinishReason) -> None:
         """A request ends, and gives back what it has."""
-        document = None
-        if request.stream is not None and request.stream.keep and reason != "cancelled" and request.slot is not None:
-            try:
-                document = self._kept(request)
-            except Exception as error:
-                self._fail(request, error)
-                self._recover(error)
-                return
-        self._give_back(request)
-        if request.stream is not None:
+        with self._failing(request):
+            keeps = request.stream.keep and reason != "cancelled" and request.slot is not None
+            document = self._kept(request) if keeps else None
+            self._give_back(request)
             request.stream.end(reason, document)
 
     def _fail(self, request: Request, error: Exception) -> None:
         self._give_back(request)
-        if request.stream is not None:
-            request.stream.fail(error)
+        request.stream.end(error)
         if request.target is not None:
             self._documents.fail(request.target, error)
 
@@ -379,22 +349,18 @@ class Scheduler:
 
     def _kept(self, request: Request) -> str | None:
         """The id of the document that a row's tokens become; None where there is no room for it."""
-        assert request.stream is not None
-        assert request.held is not None
         fed = request.stream.tokens[: request.streamed - 1]
         tokens, parts = request.tokens + fed, (*request.document.parts, len(request.new) + len(fed))
-        id_ = self._documents.id_of(tokens, parts, named=True)
-        found = self._documents.get(id_)
-        if found is None or found.state == "failed":
-            document = Document(id_, tokens, parts, named=True)
+        document = Document(self._documents.id_of(tokens, parts), tokens, parts)
+        if self._documents.usable(document.id) is None:
             table = self._batch.table_of(request)
             try:
-                if self._documents.enter_row(document, request.document, table, request.held):
+                if self._documents.enter_row(document, request.document, table, request.held or []):
                     return None
             except UserError:  # there never will be room
                 return None
             self._documents.add(document)
-        return id_
+        return document.id
 
 
 class Prefiller:
@@ -426,7 +392,7 @@ class Prefiller:
         """Ends its threads after their compilations, without waiting."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Reads the current documents from their beginning."""
         self._waiting.extendleft(reversed(self._end()))
 
@@ -494,65 +460,63 @@ class Prefiller:
         most = min(len(same), fit, max(1, _TOGETHER_TOKENS // first))
         return same[: 1 << (most.bit_length() - 1)]
 
-    def _read(self, group: list[Document], layout: CacheLayout, pages: Numbers) -> Iterator[tuple[Future[Any], int]]:
+    def _read(self, group: list[Document], layout: CacheLayout, numbers: Numbers) -> Iterator[tuple[Future[Any], int]]:
         """Reads documents into pages; yields each program before it runs, while it compiles, and its tokens."""
         lm, pool, programs = self._lm.for_programs(), self._pool, list[Future[Any]]()
+        submit: Callable[..., Future[Any]] = self._compilers.submit
         tokens, lengths = pad_tokens([each.tokens for each in group], lm.pad_token_id)
         options: dict[str, Any] = {"layout": layout, "backend": self._backend, "graphdef": lm.layer_graphdef}
-        table = pool.on_device(pool.empty_table(lm, len(group), Widths.of_layout(lm, layout)))
-        table = dataclasses.replace(table, free=pool.free_pages(pages, len(pages[0])))
-        empty = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), pool.lend(table))
 
-        def submit(function: Callable[..., Any], *args: Any, **static: Any) -> Future[Any]:
-            programs.append(self._compilers.submit(function, *args, **static))
-            return programs[-1]
-
-        def of_layer(number: int, stream: Any, rows: Rows) -> tuple[Any, ...]:
-            x, cos, sin, shares, *_ = stream
+        def of_layer(number: int, x: Any, cos: Any, sin: Any, shares: Any, rows: Rows) -> tuple[Any, ...]:
             given = lm.layer_params(number), x, shares, rows, cos, sin, lengths, lengths, np.int32(number)
             return lm.without_weights(), *given
 
-        def layer(number: int) -> Any:
-            given = of_layer(number, results_of(begin.result()[0]), empty)
+        def prepare_layer(number: int) -> Any:
+            x, cos, sin, shares, _ = results_of(begin.result()[0])
+            given = of_layer(number, x, cos, sin, shares, empty)
             return read.layer_program.prepare(*given, **options, layer=read.static_layer(lm.method, number))
 
-        def last() -> Any:
+        def prepare_end() -> Any:
             x, _, _, shares, _ = results_of(begin.result()[0])
             return read.end_program.prepare(lm, x, lengths, shares)
 
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:
                 own = submit(read.read, lm, tokens, lengths, lengths, layout, backend=self._backend)
+                programs.append(own)
                 yield own, 0
-                logits, rows, shares = on_host(own.result()[:3])
-                self._enter(group, logits, shares, rows)
+                self._enter(group, *on_host([own.result()[i] for i in (0, 2, 1)]))
                 return
+            widths = Widths.of_row(lm, max(layout.kept_columns), layout.prompt_tokens)
+            table = pages.empty_table.run(lm.without_weights(), rows=len(group), widths=widths, pages=pool.total)
+            table = dataclasses.replace(table, free=pool.free_pages(numbers, len(numbers[0])))
+            empty = jax.tree.map(_shape, pool.lend(table))
             begin = submit(read.begin_program.prepare, lm, tokens, lengths, layout=None, more_pages=0)
             same = read.static_layer(lm.method, 0) is None
-            of_layers = [submit(layer, number) for number in range(1 if same else lm.config.num_layers)]
-            end = submit(last)
+            layers = [submit(prepare_layer, number) for number in range(1 if same else lm.config.num_layers)]
+            end = submit(prepare_end)
+            programs += [begin, *layers, end]
             yield begin, 0
             x, cos, sin, shares, _ = begin.result()[0](lm, tokens, lengths)
             for number in range(lm.config.num_layers):
-                program = of_layers[0 if same else number]
-                yield program, tokens.size
-                x, shares, rows = program.result()[0](*of_layer(number, (x, cos, sin, shares), pool.lend(table)))
+                layer = layers[0 if same else number]
+                yield layer, tokens.size
+                x, shares, rows = layer.result()[0](*of_layer(number, x, cos, sin, shares, pool.lend(table)))
                 table = pool.take_back(rows)
             yield end, 0
             self._enter(group, *on_host((*end.result()[0](lm, x, lengths, shares), table)))
         finally:
             for program in programs:
                 program.cancel()
-            pool.allocator.release(pages)  # documents use what they need of them
+            pool.allocator.release(numbers)  # documents use what they need of them
 
     def _enter(self, group: list[Document], logits: Any, shares: Any, rows: Rows) -> None:
         """Enters documents that were read: rows of the engine's pool, or in the host's memory with one of their own."""
-        nothing: Any = {"k": None, "v": None, "free": None}
-        table = dataclasses.replace(rows, **nothing)
+        table = bare(rows)
         for row, document in enumerate(group):
-            own, of_row, share = slice(row, row + 1), row_of(table, row), float(shares[row])
+            own, of_row, share = logits[row : row + 1], row_of(table, row), float(shares[row])
             try:
-                ids, finite = np.asarray([document.tokens], np.int32), np.isfinite(logits[own]).all(axis=-1)
+                ids, finite = np.asarray([document.tokens], np.int32), np.isfinite(own).all(axis=-1)
                 read.require_finite(self._lm, ids, np.asarray([ids.size], np.int32), finite, "document")
                 if rows.k is None:
                     self._documents.enter(document, of_row, share)
@@ -560,8 +524,12 @@ class Prefiller:
                     self._documents.enter_context(document, dataclasses.replace(of_row, k=rows.k, v=rows.v), share)
             except Exception as error:
                 self._documents.fail(document, error)
-            document.logits = None if document.named else logits[own]
+            document.logits = None if document.named else own
 
 
 def _is_wanted(document: Document) -> bool:
     return document.named or document.users > 0
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

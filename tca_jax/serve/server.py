@@ -97,7 +97,7 @@ class Server:
             except Exception as error:
                 response = _error(protocol.of_error(error))
             finally:
-                self._metrics.request(path, response.status_code)
+                self._metrics.requests.labels(path, response.status_code).inc()
             return response
 
         return endpoint
@@ -201,16 +201,17 @@ class Server:
         mask: Callable[[], Mask] | None = None,
     ) -> Response:
         asked = [(each, protocol.generation_config(wanted, self._max_tokens(wanted, each))) for each in prompts]
-        answers, form = await self._answers.ask(asked, wanted.n, mask), kind(self._settings.model, self._lm.tokenizer)
+        answers, form = await self._answers.begin(asked, wanted.n, mask), kind(self._settings.model, self._lm.tokenizer)
         if wanted.stream:
             return _Events(self._events(answers, form, wanted.stream_options.include_usage), answers)
         gone = asyncio.ensure_future(_close_when_gone(request, answers))
         try:
-            completions = await answers.all(self._settings.answer_seconds)
+            async for _ in answers.pieces(self._settings.answer_seconds):
+                pass
         finally:
             gone.cancel()
             answers.close()
-        return _json(form.response(completions, answers.usage()))
+        return _json(form.response([each for _, each in sorted(answers.completions.items())], answers.usage()))
 
     async def _events(self, answers: Answers, form: protocol.Chat, include_usage: bool) -> AsyncIterator[bytes]:
         """The server-sent events of an answer."""

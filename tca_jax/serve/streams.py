@@ -42,33 +42,37 @@ class Completion:
 
 
 class Stream:
-    """An answer that an engine is writing: an iterator of pieces of text, plain or asynchronous.
+    """An answer that an engine is writing: an iterator of pieces of text.
 
     Joined, the pieces are `result().text`; each iterator gives all of them. Text that may still become part of a stop
     string is held back.
     """
 
     def __init__(
-        self, lm: LM, config: GenerationConfig, cancel: Callable[[Stream], None], *, keep: bool = False
+        self,
+        lm: LM,
+        config: GenerationConfig,
+        cancel: Callable[[Stream], None] = lambda stream: None,
+        keep: bool = False,
+        prompt_tokens: int = 0,
+        document_tokens: int = 0,
     ) -> None:
         self.config, self.sampling, self.keep, self._cancel = config, config.sampling, keep, cancel
-        self._reader = AnswerReader(lm, config)
-        self._lock, self._reading = threading.Lock(), threading.Lock()  # of what is below; of the reader
+        self._reader, self._reading = AnswerReader(lm, config), threading.Lock()
         self._listeners: list[Callable[[], object]] = []
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[list[tuple[int, float]]] = []
         self._ended: FinishReason | BaseException | None = None
         self._cancelled = False
-        self.asked, self.first_token_at, self.last_token_at = time.perf_counter(), 0.0, 0.0
-        self.prompt_tokens = self.document_tokens = 0
+        self.begun, self.first_token_at, self.last_token_at = time.perf_counter(), 0.0, 0.0
+        self.prompt_tokens, self.document_tokens = prompt_tokens, document_tokens
         self.document: str | None = None
 
     @property
     def tokens(self) -> list[int]:
         """All tokens so far."""
-        with self._lock:
-            return list(self._tokens)
+        return list(self._tokens)
 
     @property
     def ended(self) -> bool:
@@ -77,58 +81,39 @@ class Stream:
 
     def add(self, tokens: list[int], logprobs: list[float], top: list[list[tuple[int, float]]]) -> None:
         """More tokens."""
-        with self._changing():
-            self.last_token_at = time.perf_counter()
-            self.first_token_at = self.first_token_at or self.last_token_at
-            self._tokens += tokens
-            self._logprobs += logprobs
-            self._top += top
+        self.last_token_at = time.perf_counter()
+        self.first_token_at = self.first_token_at or self.last_token_at
+        self._logprobs += logprobs
+        self._top += top
+        self._tokens += tokens
+        self._notify()
 
-    def end(self, reason: FinishReason, document: str | None = None) -> None:
-        """Ends the answer; the first end stands."""
-        with self._changing():
-            if not self.ended:
-                self._ended, self.document = reason, document
-
-    def fail(self, error: BaseException) -> None:
-        """Ends the answer with an error; the first end stands."""
-        with self._changing():
-            if not self.ended:
-                self._ended = error
+    def end(self, how: FinishReason | BaseException, document: str | None = None) -> None:
+        """Ends the answer, perhaps with an error; the first end stands."""
+        if not self.ended:
+            self.document = document
+            self._ended = how  # last: other threads look at it first
+            self._notify()
 
     def cancel(self) -> None:
         """Ends the answer, whose tokens so far stay; nothing happens if it has ended."""
         self._cancel(self)
 
-    def listen(self, listener: Callable[[], object]) -> None:
-        """Has a function called whenever there is more, in the engine's thread, which it must not block."""
-        with self._lock:
-            self._listeners.append(listener)
-
     @contextlib.contextmanager
-    def _listening(self, listener: Callable[[], object]) -> Iterator[None]:
-        self.listen(listener)
+    def listening(self, listener: Callable[[], object]) -> Iterator[None]:
+        """Inside, a function is called whenever there is more, in the engine's thread, which it must not block."""
+        self._listeners.append(listener)
         try:
             yield
         finally:
-            with self._lock:
-                self._listeners.remove(listener)
+            self._listeners.remove(listener)
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        with self._lock:
-            yield
-            listeners = list(self._listeners)
-        for listener in listeners:
+    def _notify(self) -> None:
+        for listener in list(self._listeners):
             listener()
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces(None)
-
-    async def __aiter__(self) -> AsyncIterator[str]:
-        async for _, piece in follow([self]):
-            if isinstance(piece, str):
-                yield piece
 
     def result(self, timeout: float | None = None) -> Completion:
         """The answer, when it has ended.
@@ -141,16 +126,10 @@ class Stream:
             pass
         return self._completion()
 
-    async def completion(self) -> Completion:
-        """As `result`, for asyncio."""
-        async for _ in self:
-            pass
-        return self._completion()
-
     def _pieces(self, timeout: float | None) -> Iterator[str]:
         deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout is None else timeout)
         changed, sent, finished = threading.Event(), 0, False
-        with self._listening(changed.set):
+        with self.listening(changed.set):
             while not finished:
                 changed.clear()
                 piece, finished = self._piece(sent)
@@ -162,12 +141,11 @@ class Stream:
 
     def _read(self) -> tuple[Answer, FinishReason | None]:
         """The answer so far, and its finish reason if that is all."""
-        with self._lock:
-            tokens, ended = list(self._tokens), self._ended
+        ended = self._ended
         if isinstance(ended, BaseException):
             raise ended
         with self._reading:
-            answer = self._reader.read(tokens)
+            answer = self._reader.read(self.tokens)
             cancels = answer.stopped and ended is None and not self._cancelled
             self._cancelled = self._cancelled or cancels
         if cancels:  # at a stop string, which only the reader sees
@@ -190,8 +168,8 @@ class Stream:
             prompt_tokens=self.prompt_tokens,
             document_tokens=self.document_tokens,
             document=self.document,
-            seconds_to_first_token=max(0.0, self.first_token_at - self.asked),
-            seconds=max(0.0, self.last_token_at - self.asked),
+            seconds_to_first_token=max(0.0, self.first_token_at - self.begun),
+            seconds=max(0.0, self.last_token_at - self.begun),
             logprobs=None if most is None else self._logprobs[:count],
             top_logprobs=[of[:most] for of in self._top[:count]] if most else None,
             _text=answer.text,
@@ -202,30 +180,24 @@ async def follow(
     streams: Sequence[Stream], seconds: float | None = None
 ) -> AsyncIterator[tuple[int, str | Completion]]:
     """Pieces of several answers, each with its index, and their completions. TimeoutError after `seconds`."""
-    loop, wake = asyncio.get_running_loop(), asyncio.Event()
-    deadline = None if seconds is None else loop.time() + seconds
-    sent, changed = [0] * len(streams), set[int]()
-
-    def note(index: int) -> None:
-        changed.add(index)
-        wake.set()
+    loop, changed = asyncio.get_running_loop(), asyncio.Queue[int]()
+    sent, running = [0] * len(streams), set(range(len(streams)))
 
     def listener(index: int) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(note, index)
+            loop.call_soon_threadsafe(changed.put_nowait, index)
 
-    running = set(range(len(streams)))
+    deadline = None if seconds is None else loop.time() + seconds
     with contextlib.ExitStack() as listening:
-        for index in running:
-            listening.enter_context(streams[index]._listening(functools.partial(listener, index)))
-            note(index)
+        for index, stream in enumerate(streams):
+            listening.enter_context(stream.listening(functools.partial(listener, index)))
+            changed.put_nowait(index)
         while running:
             async with asyncio.timeout_at(deadline):
-                await wake.wait()
-            wake.clear()
-            now = sorted(changed & running)
-            changed.clear()
-            for index in now:
+                now = {await changed.get()}
+            while not changed.empty():
+                now.add(changed.get_nowait())
+            for index in sorted(now & running):
                 piece, finished = streams[index]._piece(sent[index])
                 sent[index] += len(piece)
                 if piece:

@@ -19,7 +19,8 @@ from tiny import random_prompt, tiny_lm, with_candidates, write_checkpoint
 import tca_jax
 from tca_jax.engine import extend, read
 from tca_jax.errors import UserError
-from tca_jax.serve import Engine, documents, programs
+from tca_jax.serve import Engine, documents
+from tca_jax.serve import pages as serve_pages
 from tca_jax.serve.server import Server, Settings
 from tca_jax.serve.streams import Stream
 
@@ -110,13 +111,13 @@ def ends(stream):
     [
         (read, "begin_program", ()),
         (read, "layer_program", (4,)),
-        (programs, "fork", ()),
-        (programs, "fork", (1,)),
+        (serve_pages, "fork", ()),
+        (serve_pages, "fork", (1,)),
         (extend, "_feed_program", (3,)),
-        (programs, "admit", (1,)),
-        (programs, "step", ()),
-        (programs, "step", (1,)),
-        (programs, "row", ()),
+        (serve_pages, "admit", (1,)),
+        (serve_pages, "step", ()),
+        (serve_pages, "step", (1,)),
+        (serve_pages, "row", ()),
     ],
 )
 def test_failed_programs_fail_their_answers_alone(lm, pages, expected, monkeypatch, module, name, consumed):
@@ -196,10 +197,10 @@ def test_damaged_documents_fail_until_uploaded_again(lm, pages, expected, tmp_pa
         (tmp_path / f"doc-{number}").mkdir()
         (tmp_path / f"doc-{number}" / "document.json").write_text(text)
     shutil.copytree(tmp_path / ids[2], tmp_path / "doc-6")  # under another name
-    (tmp_path / ".tmp-left" / "document").mkdir(parents=True)
+    (tmp_path / "doc-left" / "context").mkdir(parents=True)
     with Engine(lm, **sizes) as engine:
         assert {each.id: each.stored for each in engine.documents()} == dict.fromkeys(ids, True)
-        assert not (tmp_path / ".tmp-left").exists()
+        assert not (tmp_path / "doc-left").exists()
         assert len(caplog.records) == len(bad)
         for file in (tmp_path / ids[0] / "context").rglob("*"):
             if file.is_file() and file.stat().st_size > 100:
@@ -233,12 +234,12 @@ def test_full_disks_leave_documents_where_they_are(lm, pages, expected, tmp_path
             with pytest.raises(OSError, match="No space left"):
                 engine.wait(document, SECONDS, stored=True)
         info = engine.document(document)
-        assert (info.state, info.stored, "No space left" in info.error) == ("device", False, True)
+        assert (info.state, info.stored, "No space left" in str(info.problem)) == ("device", False, True)
         assert engine.ask(document, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A)
         other = engine.read(B)
         assert engine.wait(other, SECONDS, stored=True).stored
         with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", full)
+            patch.setattr(os, "unlink", full)
             with pytest.raises(OSError, match="No space left"):
                 engine.forget(other)
         assert engine.document(other).stored
@@ -251,7 +252,7 @@ def test_failed_moves_fail_their_request_alone(lm, pages, expected, tmp_path, mo
             document = engine.read(A)
             engine.wait(document, SECONDS, stored=True)
             for where, name, failing in (
-                (programs, "place", fails_once(programs.place, ())),
+                (serve_pages, "place_pages", fails_once(serve_pages.place_pages, ())),
                 (documents, "_to_device", full),
             ):
                 engine._loop.call(lambda engine=engine: engine._documents.make_room(engine.document_pages.total))
@@ -284,7 +285,7 @@ def test_a_failed_engine_says_so(speaking, monkeypatch):
     waiting = engine.read("a document")
     stream, failed = engine.ask(waiting, QUESTION, **OPTIONS), "the engine has failed: MemoryError: none is left"
 
-    def once(is_called):
+    def step(is_called):
         raise MemoryError("none is left")
 
     async def ask():
@@ -293,7 +294,7 @@ def test_a_failed_engine_says_so(speaking, monkeypatch):
             before = await http.get("/health")
             with concurrent.futures.ThreadPoolExecutor() as threads:
                 waits = threads.submit(engine.wait, waiting, SECONDS)
-                monkeypatch.setattr(engine._scheduler, "once", once)
+                monkeypatch.setattr(engine._scheduler, "step", step)
                 engine._loop.call(lambda: None)
                 with pytest.raises(UserError, match=failed):
                     waits.result(SECONDS)
@@ -340,12 +341,12 @@ def test_the_first_end_of_a_stream_stands(speaking):
         assert stream.result(SECONDS).text == "he"
     assert cancelled == [stream]
     stream.end("cancelled", "doc-1")
-    stream.fail(UserError("too late"))
+    stream.end(UserError("too late"))
     stream.end("length")
     out = stream.result(SECONDS)
     assert (out.finish_reason, out.document) == ("stop", "doc-1")
     failed = stream_of(speaking)
-    failed.fail(UserError("wrong"))
+    failed.end(UserError("wrong"))
     failed.end("length")
     for _ in range(2):
         with pytest.raises(UserError, match="wrong"):
