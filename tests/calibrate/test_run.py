@@ -1,6 +1,7 @@
 """calibrate under Algorithm 1: scores of one full-attention pass, averaged over texts, in linear memory; and what every
 calibration takes and refuses. Predicted worth is in test_worth_profile.py."""
 
+import dataclasses
 import hashlib
 import inspect
 import math
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import poison, qkv, unchecked
-from sharp_lm import VOCABULARY, make_lm, random_ids
+from tiny import CONFIG as TINY
+from tiny import tiny_lm
 
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
@@ -18,6 +20,17 @@ from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 
 CONFIG = TCAConfig(block_size=8, window=16, tau=0.7, criterion="retained_mass")
+
+
+VOCABULARY = 64
+
+
+def make_lm(**fields):
+    return tiny_lm(config=dataclasses.replace(TINY, vocab_size=VOCABULARY, max_positions=512), **fields)
+
+
+def random_ids(length, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCABULARY, length)
 
 
 @pytest.fixture(scope="module")

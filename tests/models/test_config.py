@@ -160,12 +160,6 @@ def test_angles_equal_transformers(name, theta):
         np.testing.assert_array_equal(theirs[..., : HEAD_DIM // 2], theirs[..., HEAD_DIM // 2 :])
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_hugging_face_entries_survive_a_round_trip(name):
-    rope = read(PARAMETERS[name])
-    assert RopeConfig.from_hf(rope.to_hf() | {"rope_theta": rope.theta}, max_positions=MAX_POSITIONS) == rope
-
-
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
