@@ -17,7 +17,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -249,7 +249,12 @@ def read_results(path: Path) -> Row:
 def markdown_table(rows: Sequence[Row]) -> str:
     """Rows as a Markdown table."""
     columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-    lines = [columns, ["---"] * len(columns), *([_cell(row.get(column, "")) for column in columns] for row in rows)]
+    return markdown(columns, [[_cell(row.get(column, "")) for column in columns] for row in rows])
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> str:
+    """A Markdown table; `align` is of all columns but the first."""
+    lines = [header, ["---", *[align] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

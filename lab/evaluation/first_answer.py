@@ -22,7 +22,7 @@ import typer
 import tca_jax
 from tca_jax.engine.lm import LM
 from tca_jax.errors import require
-from tca_jax.lab.benchmarks.common import Compilations, peak_memory
+from tca_jax.lab.benchmarks.common import Compilations, markdown, peak_memory
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import calibration_texts
 from tca_jax.lab.evaluation.sticks import Record
@@ -159,7 +159,7 @@ def table(records: Sequence[Record]) -> str:
             for p in ("second_length", "second_profile")
         ]
         rows.append([*(cell.format(**record) for cell in cells), *later])
-    return sticks.markdown(header, rows)
+    return markdown(header, rows)
 
 
 def calibration_table(records: Sequence[Record]) -> str:
@@ -170,7 +170,7 @@ def calibration_table(records: Sequence[Record]) -> str:
         "{gigabytes:.1f} GB", "{kilobytes:.0f} kB",
     )  # fmt: skip
     sizes = [{"gigabytes": r["peak_bytes"] / 1e9, "kilobytes": r["profile_bytes"] / 1e3} | r for r in records]
-    return sticks.markdown(header, [[cell.format(**record) for cell in cells] for record in sizes])
+    return markdown(header, [[cell.format(**record) for cell in cells] for record in sizes])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ value is the likeliest one. A method keeps tokens by a mask (`by_layers`).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -107,17 +106,16 @@ def main(
     documents: Annotated[int, typer.Option(min=1, help="Documents of 12 facts and 4 passages each.")] = 20,
     first: Annotated[int, typer.Option(min=0, help="Seed of the first document.")] = 0,
     texts: sticks.TextsOption = None,
-    seconds: sticks.SecondsOption = float("inf"),
 ) -> None:
     """Measures late answers of methods, by masks."""
-    until, lm = time.monotonic() + seconds, tca_jax.load(model)
+    lm = tca_jax.load(model)
     wanted = [float(share) for share in shares.split(",")]
     named = list(sticks.named_methods(lm, parse_labels(methods), wanted, sticks.parse_profiles(profile), tokens))
 
     def records(seed: int) -> list[Record]:
         return measure(lm, named, late_document(lm, seed, tokens, folder=texts))
 
-    sticks.run(STICK, lm, out, tokens, range(first, first + documents), records, table, until=until)
+    sticks.run(STICK, lm, out, tokens, range(first, first + documents), records, table)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ prints the table of all records in FILE.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
@@ -58,10 +57,9 @@ def main(
     tokens: sticks.TokensOption = 8_192,
     documents: Annotated[int, typer.Option(min=1)] = 8,
     texts: sticks.TextsOption = None,
-    seconds: sticks.SecondsOption = float("inf"),
 ) -> None:
     """Measures losses inside documents under methods that read sparsely."""
-    until, lm = time.monotonic() + seconds, tca_jax.load(model)
+    lm = tca_jax.load(model)
     named = list(sticks.named_methods(lm, parse_labels(methods), [None], sticks.parse_profiles(profile), tokens))
 
     def records(seed: int) -> Iterator[Record]:
@@ -69,7 +67,7 @@ def main(
         for method in named:
             yield method.record(**measure(method.lm, document))
 
-    sticks.run(STICK, lm, out, tokens, range(documents), records, table, until=until)
+    sticks.run(STICK, lm, out, tokens, range(documents), records, table)
 
 
 if __name__ == "__main__":

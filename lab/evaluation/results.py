@@ -14,6 +14,7 @@ import numpy as np
 
 from tca_jax.errors import require
 from tca_jax.files import replacing
+from tca_jax.lab.benchmarks.common import markdown
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
 from tca_jax.models.json_object import read_json_object
 
@@ -265,6 +266,5 @@ def _marked(task: str, records: Sequence[Record]) -> str:
 
 def _section(title: str, explained: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a titled table; none without rows."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     text = [explained, ""] if explained else []
-    return [f"## {title}", "", *text, *(f"| {' | '.join(line)} |" for line in lines), ""] if rows else []
+    return [f"## {title}", "", *text, markdown(heads, rows, "---:"), ""] if rows else []

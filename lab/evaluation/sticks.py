@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import lzma
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,6 +17,7 @@ from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.worth_profile import WorthProfile
 from tca_jax.engine.lm import LM
 from tca_jax.errors import require
+from tca_jax.lab.benchmarks.common import markdown
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
 
 _RESAMPLES = 2_000
@@ -30,7 +30,6 @@ MethodsOption = Annotated[str, typer.Option(help="Names of methods, by commas.")
 ProfileOption = Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of a TCA profile; repeatable.")]
 TokensOption = Annotated[int, typer.Option(min=1)]
 TextsOption = Annotated[Path | None, typer.Option(help="Folder of `lab.evaluation.texts`.")]
-SecondsOption = Annotated[float, typer.Option(help="No document is begun after so many seconds.")]
 
 
 class Named(NamedTuple):
@@ -88,16 +87,11 @@ def run(
     seeds: Iterable[int],
     measure: Callable[[int], Iterable[Record]],
     table: Callable[[Sequence[Record]], str],
-    *,
-    until: float,
-    **more: Any,  # added to each record
 ) -> None:
-    """Appends the records of each document, by its seed, until a monotonic time; prints the table of all records."""
+    """Appends the records of each document, by its seed; prints the table of all records."""
     device = jax.devices()[0].device_kind
     for seed in seeds:
-        if time.monotonic() > until:
-            break
-        common = {"stick": stick, "model": lm.name, "tokens": tokens, "seed": seed, "device": device, **more}
+        common = {"stick": stick, "model": lm.name, "tokens": tokens, "seed": seed, "device": device}
         for record in measure(seed):
             append(out, common | record)
         print(f"document {seed} is done", flush=True)
@@ -172,8 +166,3 @@ def titled_tables(
             lines.append([f"{method} at {shares}%" if shares else method, *joined])
         tables.append(f"{model}, {tokens:,} tokens, {device}{note(methods)}.\n\n{markdown(header, lines)}")
     return "\n\n".join(tables)
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -29,15 +28,10 @@ def plot_kept_share(share: Float[np.ndarray, "layers Hkv"], num_tokens: int, nam
     title = f"KV cache kept after {num_tokens:,} tokens: {share.mean():.1%} on average"
     width, height = np.clip(1.5 + 0.4 * share.shape[0], 8, 16), np.clip(1.2 + 0.35 * share.shape[1], 2.2, 10)
     figure = Figure(figsize=(float(width), float(height)), dpi=figures.DPI, layout="constrained")
-    _draw_map(figure.subplots(), figures.titled(title, name), share, "tokens kept")
-    return figures.write(figure, path)
-
-
-def _draw_map(axes: Axes, title: str, share: Float[np.ndarray, "layers Hkv"], label: str) -> None:
-    """Layers along x and KV heads along y, a number in each cell where it fits."""
+    axes = figure.subplots()
     layers, heads = share.shape
     image = axes.imshow(share.T, cmap=figures.KEPT_COLORS, vmin=0, vmax=1, aspect="auto")
-    axes.set_title(title, parse_math=False)
+    axes.set_title(figures.titled(title, name), parse_math=False)
     axes.set(xlabel="layer", ylabel="KV head")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=32, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=16, integer=True, min_n_ticks=1))
@@ -46,10 +40,11 @@ def _draw_map(axes: Axes, title: str, share: Float[np.ndarray, "layers Hkv"], la
             line(edge - 0.5, color="white", linewidth=1)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=max(12, heads), format=PercentFormatter(1.0))
-    bar.set_label(label)
+    bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=max(12, heads), format=PercentFormatter(1.0))
+    bar.set_label("tokens kept")
     bar.outline.set_visible(False)
     size, percent = (9, "%") if layers <= 16 else (7, "")
     for (layer, head), value in np.ndenumerate(share) if layers <= _MAX_LABELLED_LAYERS else ():
         color = "white" if value > _DARK else "#202020"
         axes.text(layer, head, f"{100 * value:.0f}{percent}", ha="center", va="center", fontsize=size, color=color)
+    return figures.write(figure, path)
