@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-SCALE = "_scale"  # behind the name of a tensor of eight-bit codes: that of their scales
+CODES = "F8_E4M3"  # safetensors' name of e4m3
+SCALE = "_scale"  # after the name of a tensor of eight-bit codes: that of their scales
+_SCALES = (SCALE, "_scale_inv")  # both multiply
 MODEL = "model"  # the mesh axis that a model's weights are split over
 _WHOLE = PartitionSpec()
 LAYER = re.compile(r"model\.layers\.(\d+)\..*")  # a name of a layer's tensor
@@ -213,6 +215,11 @@ def parameters(decoder: Decoder) -> list[Parameter]:
         names = tuple(match.expand(name) for name in row.names)
         found.append(Parameter(path, variable, names, row.transposed, layout, row.spec, row.by_head))
     return found
+
+
+def scale_name(name: str, stored: Container[str]) -> str | None:
+    """Name of the scales of a tensor of codes, among the names of a checkpoint; None where there are none."""
+    return next((name + suffix for suffix in _SCALES if name + suffix in stored), None)
 
 
 def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

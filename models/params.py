@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +28,15 @@ from tca_jax.errors import UserError, require
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
-from tca_jax.models.gguf import Gguf, find_gguf, open_gguf
 from tca_jax.models.json_object import LFS_POINTER, is_lfs_pointer, read_json_object
-from tca_jax.models.names import EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters
+from tca_jax.models.names import CODES, EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters, scale_name
 from tca_jax.models.projections import E4M3
 from tca_jax.models.sharding import HeadOrders, abstract_parameters, check_mesh, check_orders, reorder_heads, settled
-from tca_jax.models.stored_quantization import (
-    CODES,
-    StoredQuantization,
-    mapped_codes,
-    read_quantization,
-    scale_name,
-)
 from tca_jax.models.tensors import Quantized, join_tensors, place_codes, place_tensor, quantize_kernel, read_tensor
+
+if TYPE_CHECKING:
+    from tca_jax.models.gguf import Gguf
+    from tca_jax.models.stored_quantization import StoredQuantization
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")  # in the checkpoint's own folder
@@ -161,6 +157,27 @@ def load_checkpoint(
     return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if fingerprint_is_stale else None)
 
 
+def gguf_path(path: Path) -> Path | None:
+    """The file that `models.gguf.find_gguf` finds; its module is imported only for names with ".gguf"."""
+    names = [each.name for each in path.iterdir()] if path.is_dir() else [path.name]
+    if not any(".gguf" in name for name in names):
+        return None
+    from tca_jax.models.gguf import find_gguf
+
+    return find_gguf(path)
+
+
+def read_quantization(folder: Path) -> StoredQuantization | None:
+    """The eight-bit format of a checkpoint folder, by its config.json; None for 16 bits and GGUF files."""
+    path = Path(folder) / "config.json"
+    entries = read_json_object(path).get("quantization_config") if path.is_file() else None
+    if not entries:
+        return None
+    from tca_jax.models.stored_quantization import StoredQuantization
+
+    return StoredQuantization.from_hf(entries)
+
+
 def save_decoder(
     folder: Path,
     decoder: Decoder,
@@ -208,7 +225,7 @@ class _Source:
         scale, shape = self._scale(name), self.stored[name].shape
         file = self.stored[name].file
         assert isinstance(file, Path)  # GGUF has no codes
-        codes = read_tensor(mapped_codes(file, self.stored[name].name), name, parameter, self.mesh)
+        codes = read_tensor(self.format.mapped_codes(file, self.stored[name].name), name, parameter, self.mesh)
         return place_codes(codes, scale, self.format.block_of(scale, shape), parameter, self.mesh)
 
     def known_scale(self, parameter: Parameter, to: Quantized, head_orders: HeadOrders | None) -> Array | None:
@@ -282,7 +299,9 @@ def _progress(sizes: Mapping[str, int], callback: Callable[[int, int], None] | N
 def _read_headers(folder: Path) -> dict[str, _Stored]:
     """Every tensor of the checkpoint, from the headers of its files; names are those of a causal model."""
     stored: dict[str, _Stored] = {}
-    if (path := find_gguf(folder)) is not None:
+    if (path := gguf_path(folder)) is not None:
+        from tca_jax.models.gguf import open_gguf
+
         gguf = open_gguf(path)
         return {name: _Stored(name, gguf, gguf.tensors[name].shape, "F32") for name in gguf.names()}
     for file, names in _files(folder).items():
@@ -319,7 +338,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 @contextlib.contextmanager
 def _opened(file: Path | Gguf) -> Iterator[Any]:
     """A safetensors file, whose errors are raised with its name; or the GGUF checkpoint itself."""
-    if isinstance(file, Gguf):
+    if not isinstance(file, Path):
         yield file
         return
     try:

@@ -16,12 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tca_jax.errors import UserError
-from tca_jax.models.json_object import read_json_object
-from tca_jax.models.names import SCALE
 
-#: How safetensors calls e4m3.
-CODES = "F8_E4M3"
-_SUFFIXES = (SCALE, "_scale_inv")  # of the scales' names; both multiply
 _READ = (
     "weights in e4m3 of quant_method 'compressed-tensors' (format 'float-quantized') or 'fp8', with a scale for each "
     "tensor, output channel or block"
@@ -35,10 +30,8 @@ class StoredQuantization:
     block: tuple[int, int] | None  # outputs and inputs that share a scale; None where all inputs do
 
     @classmethod
-    def from_hf(cls, entries: Any) -> StoredQuantization | None:
-        """Reads a `quantization_config`; None where it is absent or empty, ValueError where it is another format."""
-        if not entries:
-            return None
+    def from_hf(cls, entries: Any) -> StoredQuantization:
+        """Reads a `quantization_config`; ValueError where it is another format."""
         method = entries.get("quant_method") if isinstance(entries, Mapping) else entries
         if method == "fp8":
             return _fine_grained(entries)
@@ -56,29 +49,17 @@ class StoredQuantization:
         """Scales as float32 `[outputs / rows of a block, inputs / columns of a block]`."""
         return np.asarray(scale, np.float32).reshape(scale.shape if self.block else (-1, 1))
 
+    def mapped_codes(self, file: Path, name: str) -> np.ndarray:
+        """Codes of a safetensors file, mapped into memory: its own reader has no NumPy type for them."""
+        with Path(file).open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            entry = json.loads(opened.read(size))[name]
+        start, shape = 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
+        return np.memmap(file, np.uint8, "r", start, shape).view(jnp.float8_e4m3fn)
+
     def block_of(self, scale: np.ndarray, shape: tuple[int, ...]) -> tuple[int, int]:
         """Outputs and inputs of codes `[out, in]` that share an entry of `scale_matrix`."""
         return self.block or (1 if scale.shape[0] == shape[0] else shape[0], shape[1])
-
-
-def read_quantization(folder: Path) -> StoredQuantization | None:
-    """Reads it from the `config.json` of a checkpoint folder; None without one, as for GGUF files."""
-    path = Path(folder) / "config.json"
-    return StoredQuantization.from_hf(read_json_object(path).get("quantization_config")) if path.is_file() else None
-
-
-def scale_name(name: str, stored: Mapping[str, Any]) -> str | None:
-    """Name of the scales of a tensor of codes, among the names of a checkpoint; None where there are none."""
-    return next((name + suffix for suffix in _SUFFIXES if name + suffix in stored), None)
-
-
-def mapped_codes(file: Path, name: str) -> np.ndarray:
-    """Codes of a safetensors file, mapped into memory: its own reader has no NumPy type for them."""
-    with Path(file).open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        entry = json.loads(opened.read(size))[name]
-    start, shape = 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
-    return np.memmap(file, np.uint8, "r", start, shape).view(jnp.float8_e4m3fn)
 
 
 def _fine_grained(entries: Mapping[str, Any]) -> StoredQuantization:

@@ -20,13 +20,11 @@ from tca_jax.engine.mesh import Orders, balanced_orders
 from tca_jax.errors import UserError, explaining, is_finite_number, require, require_type
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.config import ModelConfig, read_config
-from tca_jax.models.gguf import find_gguf, open_gguf
 from tca_jax.models.json_object import LFS_POINTER, is_lfs_pointer, read_json_object
 from tca_jax.models.names import MODEL
-from tca_jax.models.params import load_checkpoint
+from tca_jax.models.params import gguf_path, load_checkpoint, read_quantization
 from tca_jax.models.projections import WEIGHTS
 from tca_jax.models.sharding import axis_size, check_mesh
-from tca_jax.models.stored_quantization import read_quantization
 from tca_jax.programs import enable_compilation_cache
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no PyTorch
@@ -187,7 +185,7 @@ def open_checkpoint(name_or_path: Any, revision: str | None = None) -> Checkpoin
         FileNotFoundError: the folder or a file of it is missing (with its name).
     """
     folder = checkpoint_folder(name_or_path, revision)
-    if (file := find_gguf(folder)) is not None:
+    if (file := gguf_path(folder)) is not None:
         return _open_gguf(file)
     config = read_config(folder)
     if (folder / "adapter_config.json").exists():
@@ -198,6 +196,7 @@ def open_checkpoint(name_or_path: Any, revision: str | None = None) -> Checkpoin
 
 
 def _open_gguf(file: Path) -> Checkpoint:
+    from tca_jax.models.gguf import open_gguf
     from tca_jax.models.gguf_tokenizer import build_tokenizer, stop_token_ids  # imports tokenizers
 
     gguf = open_gguf(file)
@@ -244,7 +243,7 @@ def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
     longest = f"must have at most {_LONGEST_NAME:,}"
     require(len(name) <= _LONGEST_NAME, f"name_or_path has {len(name):,} characters: {longest}")
     path = Path(name).expanduser()
-    if (file := find_gguf(path)) is not None:
+    if (file := gguf_path(path)) is not None:
         _refuse_revision(revision, name)
         return file
     if path.is_dir():  # first: a folder of the user's own is never hidden by a name of ours
