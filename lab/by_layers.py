@@ -40,7 +40,7 @@ class LayerRead(NamedTuple):
     k: Float[Array, "1 L Hkv d"]
     v: Float[Array, "1 L Hkv d"]
     attended_share: Float32[Array, " 1"]
-    scores: Float32[Array, "1 Hkv L"] | None  # of methods that score hidden states
+    scores: Any  # float32 [1, Hkv, L], of methods that score hidden states; None of others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +109,12 @@ def read_losses(lm: LM, ids: Sequence[int]) -> tuple[Float32[np.ndarray, " L"], 
 def _layers(lm: LM, passed: TextPass) -> Iterator[LayerRead]:
     """Layers of a text under the model's method; methods whose layers differ compile a program for each."""
     shared = lm.method == BASELINE or isinstance(lm.method.cache, ScoredCache)
-    numbered = {"of_layer": lambda number: {"layer": 0 if shared else number}}
-    return passed.layers(_read_layer, lambda number: (lm.settings_of(number),), **numbered, method=lm.method)
+    return passed.layers(
+        _read_layer,
+        lambda number: (lm.settings_of(number),),
+        of_layer=lambda number: {"layer": 0 if shared else number},
+        method=lm.method,
+    )
 
 
 def _mean_share(layers: Iterable[LayerRead]) -> float:
@@ -137,7 +141,6 @@ def _mask(lm: LM, number: int, layer: LayerRead, lengths: Array) -> Bool[Array, 
     if not policy.num_ranked_blocks(tokens):
         return jnp.ones((batch, heads, tokens), bool)
     if isinstance(policy, ScoredCache):
-        assert layer.scores is not None
         return policy.stays(lm.settings_of(number), layer.scores) | _window(policy, lengths, tokens)
     return kept_mask(policy, _select(lm.method, number, *layer[:3], lengths), lengths)
 
@@ -199,7 +202,7 @@ def _read_layer(
     layer: int,
 ) -> tuple[Array, LayerRead]:
     """A layer of a prompt under a method."""
-    scores = None
+    scores: Any = None
     if isinstance(method.cache, ScoredCache):
         positions = jnp.minimum(jnp.arange(x.shape[1]), lengths[:, None] - 1)
         scores = method.cache.score(settings, module.attention_norm(x), positions)
