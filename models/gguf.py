@@ -92,17 +92,11 @@ class GgufTensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gguf:
-    """An open GGUF checkpoint; reads tensors as an open safetensors file does.
+    """An open GGUF checkpoint; reads tensors as an open safetensors file does."""
 
-    Attributes:
-        path: The file, or the first of several.
-        metadata: Values by key; arrays of strings are lists, arrays of numbers are NumPy arrays.
-        tensors: By their names in a Hugging Face checkpoint.
-    """
-
-    path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
+    path: Path  # the file, or the first of several
+    metadata: Mapping[str, Any]  # values by key; arrays of strings are lists, arrays of numbers are NumPy arrays
+    tensors: Mapping[str, GgufTensor]  # by their names in a Hugging Face checkpoint
 
     def __str__(self) -> str:
         return str(self.path)
@@ -236,16 +230,10 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def open_gguf(path: Path) -> Gguf:
-    """Reads the headers of a GGUF checkpoint.
+    """Reads the headers of a GGUF checkpoint; errors name the file and the tensor.
 
-    Args:
-        path: The file; any file of several by gguf-split (`-00001-of-00003.gguf`); or, of a file in numbered pieces
-            (`model.gguf.00`, `model.gguf.01`, as `split -d` makes them), one of them or their common name.
-
-    Raises:
-        FileNotFoundError: a file or a piece of several is missing.
-        ValueError: the `gguf` package is missing (extra "gguf"), or the file is damaged or not supported; the message
-            names file and tensor.
+    `path` may be any file of several by gguf-split (`-00001-of-00003.gguf`), or any of the numbered pieces of a file
+    (`model.gguf.00`, as `split -d` makes them), or their common name.
     """
     needed = "GGUF files need the package gguf: pip install gguf, or the extra 'gguf'"
     with explaining(f"{path}: {needed}", ImportError):
@@ -346,11 +334,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _pieces(path: Path) -> list[Path]:
-    """Numbered pieces of a file, in order.
-
-    Raises:
-        FileNotFoundError: one between two others is missing.
-    """
+    """Numbered pieces of a file, in order; none may be missing between two others."""
     numbered = {}
     for each in path.parent.iterdir() if path.parent.is_dir() else ():
         if (match := _PIECE.fullmatch(each.name)) and match[1] == path.name:

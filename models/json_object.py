@@ -52,12 +52,7 @@ class Entries:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a file holds.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no UTF-8, no JSON or no object; names the file.
-    """
+    """The object in a JSON file; ValueError with the file's name where it holds none."""
     entries = read_json(path)
     require(isinstance(entries, dict), f"{path} holds a {type(entries).__name__}: must be a JSON object")
     return entries

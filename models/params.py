@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -18,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -29,10 +30,30 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.json_object import LFS_POINTER, is_lfs_pointer, read_json_object
-from tca_jax.models.names import CODES, EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters, scale_name
-from tca_jax.models.projections import E4M3
-from tca_jax.models.sharding import HeadOrders, abstract_parameters, check_mesh, check_orders, reorder_heads, settled
-from tca_jax.models.tensors import Quantized, join_tensors, place_codes, place_tensor, quantize_kernel, read_tensor
+from tca_jax.models.names import (
+    CODES,
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    MODEL,
+    Layout,
+    Parameter,
+    outer_shapes,
+    parameters,
+    scale_name,
+)
+from tca_jax.models.projections import E4M3, quantize, scale_of
+from tca_jax.models.sharding import (
+    HeadOrders,
+    abstract_parameters,
+    axis_size,
+    by_part,
+    check_mesh,
+    check_orders,
+    reorder_heads,
+    settled,
+    spec_sharding,
+)
 
 if TYPE_CHECKING:
     from tca_jax.models.gguf import Gguf
@@ -58,6 +79,13 @@ class _Stored:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * (1 if self.dtype == CODES else _STORED_BYTES[self.dtype])
+
+
+class Quantized(NamedTuple):
+    """The parameters that a kernel becomes in eight bits."""
+
+    codes: Parameter
+    scale: Parameter
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -146,7 +174,8 @@ def load_checkpoint(
             value = reorder_heads(value, parameter, head_orders, mesh)
         if to := quantized.get(parameter.path):
             scale = source.known_scale(parameter, to, head_orders)
-            parts = list(zip(to, quantize_kernel(value, parameter, to, mesh, scale), strict=True))
+            specs = parameter.spec, to.codes.spec, to.scale.spec
+            parts = list(zip(to, quantize_kernel(value, scale, specs=specs, mesh=mesh), strict=True))
         else:
             parts = [(parameter, value.astype(dtype))]
         del value
@@ -218,15 +247,16 @@ class _Source:
 
     def place(self, shard: Any, name: str, parameter: Parameter, dtype: Any) -> Array:
         """A tensor of an open file on its devices, not transposed."""
+        options: Any = {"specs": (parameter.stored_spec, parameter.tensor_spec), "mesh": self.mesh}
         if self.stored[name].dtype != CODES:
             tensor = read_tensor(shard, self.stored[name].name, parameter, self.mesh)
-            return place_tensor(tensor, parameter, dtype, self.mesh)
+            return place_tensor(tensor, dtype=dtype, transposed=parameter.transposed, **options)
         assert self.format is not None
         scale, shape = self._scale(name), self.stored[name].shape
         file = self.stored[name].file
         assert isinstance(file, Path)  # GGUF has no codes
         codes = read_tensor(self.format.mapped_codes(file, self.stored[name].name), name, parameter, self.mesh)
-        return place_codes(codes, scale, self.format.block_of(scale, shape), parameter, self.mesh)
+        return place_codes(codes, scale, block=self.format.block_of(scale, shape), **options)
 
     def known_scale(self, parameter: Parameter, to: Quantized, head_orders: HeadOrders | None) -> Array | None:
         """The scales of a kernel's output channels as they are stored; None unless they are those of its codes."""
@@ -279,8 +309,10 @@ def _read(
                 gc.collect(0)
                 report(name)
                 if all(name in placed for name in parameter.names):
-                    parts = [placed.pop(name) for name in parameter.names]
-                    yield parameter, join_tensors(parameter, parts, source.mesh)
+                    parts = tuple(placed.pop(name) for name in parameter.names)
+                    specs = parameter.tensor_spec, parameter.spec
+                    options: Any = {"layout": parameter.layout, "specs": specs, "mesh": source.mesh}
+                    yield parameter, join_tensors(parts, **options) if parts[1:] else parts[0]
 
 
 def _progress(sizes: Mapping[str, int], callback: Callable[[int, int], None] | None) -> Callable[[str], None]:
@@ -420,3 +452,98 @@ def _are_equal(head: _Stored, embedding: _Stored | None) -> bool:
         starts = ((i, min(i + step, head.shape[0])) for i in range(0, head.shape[0], step))
         parts = ([x[i:end].astype(np.float32) for x in slices] for i, end in starts)
         return all(np.array_equal(*part) for part in parts)
+
+
+# From tensors to parameters on devices: read, cast, transpose, join, quantize; on a mesh, by part.
+
+
+def read_tensor(file: Any, name: str, parameter: Parameter, mesh: Mesh | None) -> Array | np.ndarray:
+    """A tensor of `parameter` as an open safetensors file holds it, or codes that are mapped.
+
+    Without a mesh it is read whole and stays on the host. Otherwise the parts that this process's devices need are read
+    and put onto them.
+    """
+    codes = isinstance(file, np.ndarray)
+    if mesh is None:
+        return file if codes else file.get_tensor(name)
+    view, parts = (file if codes else file.get_slice(name)), {}
+
+    def read(index: Any) -> np.ndarray:
+        key = str(index)  # devices with the same part share one copy
+        if key not in parts:
+            parts[key] = view[index]
+        return parts[key]
+
+    shape = view.shape if codes else tuple(view.get_shape())
+    return jax.make_array_from_callback(shape, spec_sharding(mesh, parameter.stored_spec), read)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "transposed", "specs", "mesh"))
+def place_tensor(
+    tensor: Array | np.ndarray,
+    *,
+    dtype: Any,
+    transposed: bool,
+    specs: tuple[PartitionSpec, PartitionSpec],
+    mesh: Mesh | None,
+) -> Array:
+    """A tensor on its devices, cast there, and not transposed."""
+
+    def on_device(tensor: Array) -> Array:
+        tensor = tensor.astype(dtype)
+        return tensor.T if transposed else tensor
+
+    return by_part(on_device, mesh, *specs)(tensor)
+
+
+@functools.partial(jax.jit, static_argnames=("block", "specs", "mesh"))
+def place_codes(
+    codes: Array | np.ndarray,
+    scale: Float32[Array | np.ndarray, "so si"],
+    *,
+    block: tuple[int, int],
+    specs: tuple[PartitionSpec, PartitionSpec],
+    mesh: Mesh | None,
+) -> Array:
+    """Codes `[out, in]` times their scales, one for each block, on their devices: float32, not transposed."""
+
+    def on_device(codes: Array, scale: Array) -> Array:
+        part = jax.lax.axis_index(MODEL) if MODEL in specs[0] and axis_size(mesh, MODEL) > 1 else 0
+        of_axes = []
+        for size, of_block, split in zip(codes.shape, block, (*specs[0], None), strict=False):
+            start = part * size if split == MODEL else 0
+            of_axes.append((start + jnp.arange(size)) // of_block)
+        outputs, inputs = of_axes
+        return (codes.astype(jnp.float32) * scale[outputs[:, None], inputs]).T
+
+    return by_part(on_device, mesh, (specs[0], PartitionSpec()), specs[1])(codes, scale)
+
+
+@functools.partial(jax.jit, static_argnames=("specs", "mesh"))
+def quantize_kernel(
+    kernel: Array,
+    scale: Array | None,
+    *,
+    specs: tuple[PartitionSpec, PartitionSpec, PartitionSpec],
+    mesh: Mesh | None,
+) -> tuple[Array, Array]:
+    """Codes `[*out, in]` and scales `[*out]` of a kernel `[in, *out]`; by default its own scales."""
+
+    def on_device(kernel: Array, scale: Array | None) -> tuple[Array, Array]:
+        rows = jnp.moveaxis(kernel, 0, -1)
+        if scale is None:
+            scale = scale_of(rows)
+            if specs[0][:1] == (MODEL,) and axis_size(mesh, MODEL) > 1:  # a device has some of the inputs
+                scale = jax.lax.pmax(scale, MODEL)
+        return quantize(rows, scale)
+
+    return by_part(on_device, mesh, (specs[0], specs[2]), specs[1:])(kernel, scale)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "specs", "mesh"))
+def join_tensors(
+    tensors: tuple[Array, ...], *, layout: Layout, specs: tuple[PartitionSpec, PartitionSpec], mesh: Mesh | None
+) -> Array:
+    """The parameter of its tensors."""
+    shape = layout.shape if mesh is None else spec_sharding(mesh, specs[1]).shard_shape(layout.shape)
+    return by_part(layout.of_part(shape).join, mesh, (specs[:1] * len(tensors),), specs[1])(tensors)

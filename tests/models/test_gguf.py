@@ -265,7 +265,7 @@ BAD = {
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
 def test_bad_files_are_refused_unread(change, message, file, tmp_path, monkeypatch):
-    monkeypatch.setattr("tca_jax.models.params.place_tensor", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr("tca_jax.models.params.place_tensor", lambda *_, **__: pytest.fail("a tensor was read"))
     changed, path = change(file), tmp_path / "bad.gguf"
     path.write_bytes(changed if isinstance(changed, bytes) else changed.to_bytes())
     with pytest.raises(UserError, match=message) as caught:
@@ -315,7 +315,7 @@ def test_random_damage_is_refused_or_harmless(file, tmp_path, monkeypatch):
             np.testing.assert_array_equal(opened.get_tensor(name), value)
         return True
 
-    def placed(*_):
+    def placed(*_, **__):
         raise Checked
 
     monkeypatch.setattr("tca_jax.models.params.place_tensor", placed)
