@@ -151,7 +151,7 @@ def attend(
     qo[...] = out.astype(q_ref.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(qo, out_ref.at[place])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def wait_turn(turns: Any) -> None:
@@ -179,17 +179,17 @@ def attend_tile(
     out, peak, weight = carry
     slot, next_slot = (lax.rem(n, jnp.int32(_STAGES)) for n in (step, step + 1))
 
-    def multiply_qk(accumulator: Any) -> Any:
+    def multiply_qk(accumulator: Any) -> None:
         plgpu.wgmma(accumulator, q_smem, transposed(k_smem.at[slot]))
         wait_turn(turns)
-        if not biased:
-            return accumulator[...]
+
+    scores: Any = plgpu.layout_cast(jnp.zeros((ROWS, TILE), jnp.float32), plgpu.Layout.WGMMA)
+    if biased:
         bias_smem, bias_ready = biases
         plgpu.barrier_wait(bias_ready.at[slot])
         bias = plgpu.layout_cast(bias_smem[slot], plgpu.Layout.WGMMA.reduce(0))
-        return accumulator[...] + lax.broadcast_in_dim(bias, (ROWS, TILE), [1])
-
-    scores = pl.run_scoped(multiply_qk, plgpu.ACC((ROWS, TILE), jnp.float32))
+        scores = lax.broadcast_in_dim(bias, scores.shape, [1])
+    scores = pl.run_state(multiply_qk)(plgpu.ACC.init(scores))
     plgpu.barrier_arrive(k_read.at[slot])
     if mask is not None:
         scores = mask(step, scores)

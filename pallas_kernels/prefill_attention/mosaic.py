@@ -30,7 +30,7 @@ from tca_jax.pallas_kernels.mosaic_call import (
     query_tile,
     start_moving,
 )
-from tca_jax.pallas_kernels.numerics import varying_like
+from tca_jax.pallas_kernels.numerics import MASKED, varying_like
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 
 
@@ -58,9 +58,9 @@ def prefill_attention(
         q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
     far_work = 0.0 if far is None else far.work(block_size)
     prefixes, order = prefix_schedule(budgets, q.shape[1] // block_size, window // block_size, far_work)
-    operands = (q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths_by_head(lengths, k.shape[2]), order)
-    if far is not None:
-        operands += _far_operands(far, padding, head_dim)
+    of_far = () if far is None else _far_operands(far, padding, head_dim)
+    table = (pool.offsets, prefixes, lengths_by_head(lengths, k.shape[2]), order)
+    operands = (q, k, v, pool.k, pool.v, *table, *of_far)
     work = functools.partial(_find_work, block_size=block_size, window=window)
     move = functools.partial(_move, block_size=block_size)
     out = mosaic_call(work, _compute, move, operands, name="prefill_attention_kernel", biased=far is not None)
@@ -75,9 +75,9 @@ def _far_operands(far: FarBlocks, padding: int, head_dim: int) -> tuple[Array, .
     blocks = far.counts.shape[-1]
     rest, counted = -blocks % TILE, jnp.arange(blocks) < far.mean_counts[..., None]
     mean_k, mean_v = (jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))) for x in (far.mean_k, far.mean_v))
-    token_bias = jnp.pad(jnp.where(far.selected, -jnp.inf, jnp.float32(0)), ((0, 0), (0, 0), (0, padding)))
-    mean_bias = jnp.where(counted, far.mean_bias * head_dim**0.5, -jnp.inf)
-    mean_bias = jnp.pad(mean_bias, ((0, 0), (0, 0), (0, 0), (0, rest)), constant_values=-jnp.inf)
+    token_bias = jnp.pad(jnp.where(far.selected, jnp.float32(MASKED), 0), ((0, 0), (0, 0), (0, padding)))
+    mean_bias = jnp.maximum(jnp.where(counted, far.mean_bias * head_dim**0.5, MASKED), MASKED)
+    mean_bias = jnp.pad(mean_bias, ((0, 0), (0, 0), (0, 0), (0, rest)), constant_values=MASKED)
     return far.blocks, far.counts, mean_k, mean_v, far.mean_counts, token_bias, mean_bias
 
 

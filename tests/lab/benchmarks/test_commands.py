@@ -41,8 +41,9 @@ def positive(rows):
 
 
 def test_attention_compares_methods_with_full_attention(tmp_path):
-    args = [*TINY, XLA, "--repeats=1", "--block-shares=0.5", "--methods=full"]
-    tca, full = bench("attention", tmp_path, *args)
+    args = [*TINY, XLA, "--repeats=1", "--block-shares=0.5", "--methods=full", "--worth"]
+    tca, full, worth, one_head = bench("attention", tmp_path, *args)
+    assert worth["area"] < one_head["area"] < 1
     assert (tca["attention"], full["attention"]) == ("TCA 0.5", "full")
     assert 0 < tca["area"] < full["area"] == full["kept"] == 1 > tca["kept"]
     assert tca["error"] == full["error"] == 0  # the oracle against itself
