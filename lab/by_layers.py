@@ -21,6 +21,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import pad_tokens
 from tca_jax.engine.read import Calls
+from tca_jax.engine.score import scores_of_hidden
 from tca_jax.errors import require
 from tca_jax.lab.rivals.repetition import Repetition, repeat
 from tca_jax.layer_passes import LayerPass, TextPass, attention_program, layer_program
@@ -29,8 +30,6 @@ from tca_jax.methods.full import BASELINE, FullPrefill
 from tca_jax.methods.regions import Selection, causal_pairs
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.select_tokens import selection_mask
-
-_CHUNK = 128  # positions whose logits are computed at once
 
 
 class LayerRead(NamedTuple):
@@ -245,17 +244,7 @@ def _attend_after(
 
 
 @layer_program
-def _judge(
-    decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]
-) -> tuple[Float32[Array, "1 P"], Bool[Array, "1 P"]]:
+def _judge(decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]) -> tuple[Array, Array]:
     """Loss of the token after each one, and whether it is the likeliest."""
-    hidden = decoder.norm(x)[0]
-    chunk = math.gcd(len(hidden), _CHUNK)
-
-    def of_chunk(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits = decoder.logits(part[0]).astype(jnp.float32)
-        wanted = jnp.take_along_axis(logits, part[1][:, None], axis=1)[:, 0]
-        return jax.nn.logsumexp(logits, axis=-1) - wanted, logits.argmax(axis=-1) == part[1]
-
-    losses, right = jax.lax.map(of_chunk, (hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)))
-    return losses.reshape(1, -1), right.reshape(1, -1)
+    found = scores_of_hidden(decoder, decoder.norm(x), targets)
+    return -found.logprobs, found.greedy

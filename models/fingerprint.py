@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.names import Layout, Parameter, parameters
+from tca_jax.models.names import MODEL, Layout, Parameter, parameters
 from tca_jax.models.rope import RopeConfig
-from tca_jax.models.sharding import HeadOrders, inverse_orders, mesh_of, reorder_heads, settled, sum_over_parts
+from tca_jax.models.sharding import HeadOrders, axis_size, by_part, inverse_orders, mesh_of, reorder_heads, settled
 
 #: Fields of the configs that are not hashed: RoPE has its own fields, and a checkpoint's dtype may change. All others
 #: are, in profiles that live for years: a field that is added later may count only where it is not its default.
@@ -89,11 +89,15 @@ def _checksums(
     `axis` is the axis of the tensors that is split over the mesh.
     """
 
-    def of_part(x: Array, index: Array | int) -> list[Array]:
-        parts = zip(layout.of_part(x.shape).split(x), layout.tensor_shapes, strict=True)
-        return [_checksum(part, shape, axis, index * part.shape[axis]) for part, shape in parts]
+    split = MODEL in spec and axis_size(mesh, MODEL) > 1
 
-    return sum_over_parts(of_part, mesh, spec)(x)
+    def on_device(x: Array) -> list[Array]:
+        index = jax.lax.axis_index(MODEL) if split else 0
+        parts = zip(layout.of_part(x.shape).split(x), layout.tensor_shapes, strict=True)
+        sums = [_checksum(part, shape, axis, index * part.shape[axis]) for part, shape in parts]
+        return jax.lax.psum(sums, MODEL) if split else sums
+
+    return by_part(on_device, mesh, spec, PartitionSpec())(x)
 
 
 def _checksum(

@@ -40,16 +40,6 @@ class _Row:
     widths: Callable[[ModelConfig], tuple[int, ...]] | None = None
 
 
-def _queries_key_value(config: ModelConfig) -> tuple[int, ...]:
-    """Parts of `SelfAttention.qkv`: a KV head's queries, its key, its value."""
-    return config.num_heads // config.num_kv_heads, 1, 1
-
-
-def _gate_and_up(config: ModelConfig) -> tuple[int, ...]:
-    """Parts of `GatedMLP.gate_up`."""
-    return 1, 1
-
-
 _LAYER, _HF_LAYER = r"layers\.(\d+)", r"model.layers.\1"
 
 
@@ -95,10 +85,14 @@ _TABLE = (
     _Row(rf"{_LAYER}\.mlp_norm\.scale", (rf"{_HF_LAYER}.post_attention_layernorm.weight",)),
     _Row(rf"{_LAYER}\.attention\.([qk])_norm\.scale", (rf"{_HF_LAYER}.self_attn.\2_norm.weight",)),
     *_projection(
-        r"attention\.qkv", tuple(f"self_attn.{part}_proj" for part in "qkv"), 0, by_head=True, widths=_queries_key_value
+        r"attention\.qkv",
+        tuple(f"self_attn.{part}_proj" for part in "qkv"),
+        0,
+        by_head=True,
+        widths=lambda config: (config.num_heads // config.num_kv_heads, 1, 1),
     ),
     *_projection(r"attention\.o", ("self_attn.o_proj",), None, by_head=True),
-    *_projection(r"mlp\.gate_up", ("mlp.gate_proj", "mlp.up_proj"), 1, widths=_gate_and_up),
+    *_projection(r"mlp\.gate_up", ("mlp.gate_proj", "mlp.up_proj"), 1, widths=lambda c: (1, 1)),
     *_projection(r"mlp\.down", ("mlp.down_proj",), None),
 )
 

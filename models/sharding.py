@@ -126,7 +126,8 @@ def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
         f"an inner width of {config.intermediate_size}": config.intermediate_size,
         f"a width of {config.hidden_size}": config.hidden_size,
     }
-    allowed = _listed(_divisors(math.gcd(*sizes.values())))
+    most = math.gcd(*sizes.values())
+    allowed = _listed([number for number in range(1, most + 1) if most % number == 0])
     for words, size in sizes.items():
         fits = size % devices == 0
         require(fits, f"mesh = ({given}): {MODEL}={devices} devices, but {name} has {words}: {allowed}")
@@ -175,23 +176,6 @@ def by_part(function: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_
     in_specs, out_specs = jax.tree.map(functools.partial(_spec_on, mesh), (in_specs, out_specs))
     # Unchecked, or every loop would need initial values whose type says that they differ between devices.
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def sum_over_parts(
-    function: Callable[[Array, Array | int], Any], mesh: Mesh | None, spec: PartitionSpec
-) -> Callable[[Array], Any]:
-    """A function of an array: the sum of `function(part, index of the part)` over its parts, on every device.
-
-    `spec` is that of the array. Without a mesh one device has all of it as part 0.
-    """
-    split = MODEL in spec and axis_size(mesh, MODEL) > 1
-
-    def on_device(part: Array) -> Any:
-        if not split:
-            return function(part, 0)
-        return jax.lax.psum(function(part, jax.lax.axis_index(MODEL)), MODEL)
-
-    return by_part(on_device, mesh, spec, PartitionSpec())
 
 
 def mesh_of(weight: Array) -> Mesh | None:
@@ -297,10 +281,6 @@ def _by_parameter(config: ModelConfig, param_dtype: DTypeLike, function: Callabl
 def _spec_on(mesh: Mesh | AbstractMesh | None, spec: PartitionSpec) -> PartitionSpec:
     """The spec without the axes that a mesh lacks."""
     return spec if mesh is None or MODEL in mesh.axis_names else PartitionSpec()
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _listed(numbers: list[int]) -> str:
