@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -129,7 +130,8 @@ class DenseReference:
                 held = np.array(sorted(kept | set(range(edge - b, position + 1))))
                 weights = np.exp(logits - logits[held].max(axis=0))
                 scores = (weights / weights[held].sum(axis=0)).mean(axis=1)[block]
-                budget = _eviction_budget(self.config, self.candidates[layer][head])
+                shares = oracle.distributions(self.config)[self.candidates[layer][head]]
+                budget = max(1, int(np.dot(shares, oracle.sizes(self.config))))
                 kept |= set(block[np.argsort(-scores, kind="stable")[:budget]].tolist())
             visible = np.array(sorted(kept | set(range(edge, position + 1))))
         chosen = logits[visible, query_head % group]
@@ -154,16 +156,6 @@ def _read_densely(graphdef, config, params, tokens, lengths, candidates):
     positions = jnp.arange(tokens.shape[1])[None]
     hidden, layers = decoder(tokens, positions, attention, (None,) * CONFIG.num_layers)
     return layers, decoder.logits(hidden[0])
-
-
-def _eviction_budget(config: tca_jax.TCAConfig, candidate: int) -> int:
-    """floor(sum_k k p_k), at least 1; b for dense (docs/method.md, "Decoding")."""
-    if candidate == config.num_candidates:
-        return config.block_size
-    sizes = 2.0 ** np.arange(int(np.log2(config.block_size)) + 1)
-    mu = np.log2(1 + candidate * (config.block_size - 1) / (config.num_candidates - 1))
-    p = np.exp(-((np.log2(sizes) - mu) ** 2) / (2 * config.sigma**2))
-    return max(1, int(np.floor((sizes * p).sum() / p.sum())))
 
 
 def greedy_reference(lm: tca_jax.LM, prompt: list[int], new_tokens: int) -> tuple[list[int], np.ndarray]:
