@@ -87,48 +87,35 @@ class PromptEncoder:
         require_field(self._has_template, param, f"{param}: {none}")
 
 
-class AnswerCounter:
-    """Requests answers of an engine, of which at most `most` wait or are written. Only the event loop calls it."""
+class Answers:
+    """The answers of one request. `close` must be called: it cancels those that have not ended."""
 
-    def __init__(self, engine: Engine, most: int) -> None:
-        self._engine, self._most = engine, most
-        self.open: set[Answers] = set()
-        self.metrics = Metrics(engine, self.open)
+    def __init__(self, metrics: Metrics, rows: int, samples: int) -> None:
+        self._metrics, self.rows, self._samples = metrics, rows, samples
+        self.streams: list[Stream] = []
+        self.completions: dict[int, Completion] = {}  # of those that have ended
+        metrics.open.add(self)
 
     async def begin(
-        self, prompts: Sequence[tuple[EncodedPrompt, GenerationConfig]], samples: int, mask: Callable[[], Mask] | None
-    ) -> Answers:
-        """Begins `samples` answers to each prompt with its config; `mask` creates the mask of an answer."""
-        rows, held = len(prompts) * samples, sum(each.rows for each in self.open)
-        require_field(rows <= self._most, "n", f"n = {rows} answers: at most {self._most} may wait or be written")
-        busy = f"{held} answers wait or are written, and {rows} more are requested: at most {self._most} may"
-        free = held + rows <= self._most
-        require_field(free, None, f"{busy}; try again later", status=429, code="rate_limit_exceeded")
-        answers = Answers(self, rows, samples)
-        self.open.add(answers)
+        self,
+        engine: Engine,
+        prompts: Sequence[tuple[EncodedPrompt, GenerationConfig]],
+        mask: Callable[[], Mask] | None,  # creates the mask of an answer
+    ) -> None:
+        """Has an engine begin them, as the rows of `generate`."""
 
         def begin() -> None:
-            for i in range(rows):  # as the rows of `generate`
-                prompt, config = prompts[i // samples]
-                stream = self._engine.ask(prompt.document, prompt.tokens, config, sample=i, mask=mask and mask())
-                answers.streams.append(stream)
+            for i in range(self.rows):
+                prompt, config = prompts[i // self._samples]
+                stream = engine.ask(prompt.document, prompt.tokens, config, sample=i, mask=mask and mask())
+                self.streams.append(stream)
 
         beginning = asyncio.ensure_future(run_in_threadpool(begin))
         try:
             await asyncio.shield(beginning)
         except BaseException:
-            beginning.add_done_callback(lambda _: answers.close())  # a thread that has begun goes on
+            beginning.add_done_callback(lambda _: self.close())  # a thread that has begun goes on
             raise
-        return answers
-
-
-class Answers:
-    """The answers of one request. `close` must be called: it cancels those that have not ended."""
-
-    def __init__(self, counter: AnswerCounter, rows: int, samples: int) -> None:
-        self._counter, self.rows, self._samples = counter, rows, samples
-        self.streams: list[Stream] = []
-        self.completions: dict[int, Completion] = {}  # of those that have ended
 
     async def pieces(self, seconds: float) -> AsyncIterator[tuple[int, str | Completion]]:
         """Pieces of text of each answer while they are written, and its completion at its end.
@@ -138,7 +125,7 @@ class Answers:
         try:
             async for index, piece in follow(self.streams, seconds):
                 if isinstance(piece, Completion):
-                    if self not in self._counter.open:
+                    if self not in self._metrics.open:
                         raise ClientDisconnect
                     ended = piece.finish_reason != "cancelled"
                     require_field(ended, None, "the server is shutting down", status=503)
@@ -163,18 +150,18 @@ class Answers:
 
     def close(self) -> None:
         """Cancels those that have not ended, and counts all."""
-        if self in self._counter.open:
-            self._counter.open.remove(self)
+        if self in self._metrics.open:
+            self._metrics.open.remove(self)
             self.cancel()
             for index in range(len(self.streams)):
-                self._counter.metrics.count(self.completions.get(index))
+                self._metrics.count(self.completions.get(index))
 
 
 class Metrics:
-    """Prometheus metrics of one server."""
+    """Prometheus metrics of one server; `open` are its answers that wait or are written."""
 
-    def __init__(self, engine: Engine, open_answers: set[Answers]) -> None:
-        self._engine, self._open, self._registry = engine, open_answers, CollectorRegistry()
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.open, self._registry = engine, set[Answers](), CollectorRegistry()
         made: dict[str, Any] = {"registry": self._registry, "namespace": "tca_jax"}
         self.requests = Counter("requests", "Requests by path and HTTP status.", ["path", "status"], **made)
         self._answers = Counter("answers", "Answers by how they ended.", ["finish_reason"], **made)
@@ -208,7 +195,7 @@ class Metrics:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Those of the engine, as they are now."""
         engine, documents = self._engine, self._engine.documents()
-        begun = [bool(stream.first_token_at) for answers in self._open for stream in answers.streams]
+        begun = [bool(stream.first_token_at) for answers in self.open for stream in answers.streams]
         words = "Answers that wait for their first token, and that are written."
         yield _gauge("rows", words, {("waiting",): begun.count(False), ("running",): begun.count(True)})
         yield _gauge("rows_max", "Answers that are written at once.", {(): engine.max_rows})

@@ -16,7 +16,7 @@ from tca_jax.engine.decode import DecodingState
 from tca_jax.engine.extend import align, feed, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.pages import Numbers, Rows
+from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.read import Calls, pages_of_forks
 from tca_jax.engine.sampling import Sampling
@@ -25,12 +25,11 @@ from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.serve import pages
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import Document
-from tca_jax.serve.pages import PagePool, Widths, bare, without
+from tca_jax.serve.pages import MIN_WIDTH, PagePool, Widths, bare
 from tca_jax.serve.streams import Stream
 
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
 _MAX_STOPS = 8  # stop tokens of a row, at first
-_MIN_WIDTH = 4  # least step between the widths of tables
 _MAX_STEP_PROGRAMS = 16
 #: Numbers of `Sampling` that change nothing.
 _OFF = {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -47,12 +46,9 @@ class Request:
     mask: Mask | None = None  # of the answer's tokens
     target: Document | None = None  # that document and new tokens become; None for an answer
     fed: int = 0  # of `new`
-    reserved: int = 0  # pages of its own, at most; 0 until it begins
-    numbers: Numbers | None = None  # these; None in the batch, whose rows share theirs
-    held: Numbers | None = None  # pages of the document that its row began with
-    own: Rows | None = None  # its table, with its free pages; None until it begins, and in the batch
+    slot: int | None = None  # row of the batch; None until it begins
+    reserved: int = 0  # pages of its own, at most
     logits: Any = None  # of the token after what was fed, [1, V]
-    slot: int | None = None  # row of the batch
     start: int = 0  # of its window, in the batch
     streamed: int = 0  # tokens of the answer that were handed out
     scheduled: int = 0  # tokens of the answer after all dispatched steps
@@ -91,8 +87,8 @@ class RowOutput(NamedTuple):
 class Batch:
     """Rows of answers, each after a document. Only the engine's thread calls it.
 
-    `rows` are the requests, None for free rows. Pages that requests reserved and have not used are free pages of the
-    batch's table: steps take them for any row.
+    `rows` are the requests, None for free rows. All take pages from the free ones of the batch's table, each at most
+    those that it reserved.
     """
 
     def __init__(self, lm: LM, pool: PagePool, max_rows: int, backend: Backend) -> None:
@@ -115,17 +111,15 @@ class Batch:
         return pages_of_forks(self._lm, 1, *sizes), max(self._lm.following_layout(1, *sizes).kept_columns)
 
     def _empty(self) -> DecodingState:
-        pool, self.broken = self._pool, False
-        self._pages: Numbers = [np.zeros(0, np.int32)] * pool.devices  # all of the batch's
-        static: dict[str, Any] = {"rows": len(self.rows), "widths": self._widths, "pages": pool.total}
+        static: dict[str, Any] = {"rows": len(self.rows), "widths": self._widths, "pages": self._pool.total}
         state = pages.empty_batch.run(self._bare_lm, **static, stops=_MAX_STOPS)
-        table = dataclasses.replace(state.cache, free=pool.free_pages(self._pages, pool.answers))
-        return dataclasses.replace(state, cache=table)
+        free = self._pool.free_pages([np.zeros(0, np.int32)] * self._pool.devices, self._pool.answers)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, free=free))
 
     @property
     def requests(self) -> list[Request]:
-        """Requests with a row."""
-        return [request for request in self.rows if request is not None]
+        """Requests whose answers are written."""
+        return [request for request in self.rows if request is not None and request.scheduled]
 
     @property
     def free_slot(self) -> int | None:
@@ -144,71 +138,46 @@ class Batch:
 
     @property
     def is_intact(self) -> bool:
-        """Whether no failed program has consumed its arrays, and its pages are known."""
-        return not self.broken and is_intact(self._state)
+        """Whether no failed program has consumed its arrays."""
+        return is_intact(self._state)
 
     def restart(self) -> None:
         """Empties the batch; its tables stay as wide."""
-        self._pool.allocator.release(self._pages)
         self.pending.clear()
         self._state = self._empty()
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, slot: int) -> None:
         """Gives a request a row that continues its document; the caller has checked that there are pages for it."""
         document, pool = request.document, self._pool
         table: Any = document.table
         count, kept = self.own_pages(len(document.tokens), request.own_tokens)
-        request.numbers, request.held, request.reserved = pool.allocator.take(count), document.pages, count
-        pool.reserved += count
-        pool.allocator.share(request.held or [])
         most = len(document.tokens) + request.own_tokens
-        self._widen(Widths.of_row(self._lm, table.columns + kept, most))
-        table, free = (
-            pool.on_device(pool.fitted(table, self._widths)),
-            pool.free_pages(request.numbers, bucket_length(count)),
-        )
-        rows = pages.fork.run(self._bare_lm, pool.lend(table, free), np.asarray([most], np.int32))
-        request.own = pool.take_back(rows)
+        self._widen(Widths.of_row(self._lm, table.columns + kept, most), Widths.of(table))
+        live = np.asarray([each is not None for each in self.rows])
+        pool.reserved += count
+        request.reserved, request.slot, self.rows[slot] = count, slot, request
+        given = pool.lend(self._state.cache), pool.of_answers, live, pool.on_device(table)
+        size = np.int32(slot), np.asarray([most], np.int32)
+        self._set_cache(pool.take_back(pages.begin.run(self._bare_lm, *given, *size)))
 
     def end(self, request: Request) -> None:
         """Gives back the row and the pages of a request; nothing where it has none."""
-        slot, count, held, numbers = request.slot, request.reserved, request.held, request.numbers
-        if not count:
-            return
-        if numbers is None and not self.broken:  # it is in the batch
-            self.broken = True  # unless its pages are found
-            numbers = without(self._pool.named(self.table_of(request)), held or [])
-            free = self._pool.left(self._state.cache.free)
-            for device, named in enumerate(numbers):
-                more = count - len(named)
-                assert 0 <= more <= len(free[device]), "rows take no more pages than they reserved"
-                numbers[device], free[device] = np.concatenate([named, free[device][:more]]), free[device][more:]
-            self._set_free(self._state, free)
-            self._pages, self.broken = without(self._pages, numbers), False
-        self._pool.reserved -= count
-        request.reserved, request.held, request.numbers, request.own, request.slot = 0, None, None, None, None
-        if slot is not None:
-            self.rows[slot] = None
-        for each in (held, numbers):
-            if each is not None:
-                self._pool.allocator.release(each)
+        if request.slot is not None:
+            self._pool.reserved -= request.reserved
+            self.rows[request.slot] = None
+            request.reserved, request.slot, request.scheduled = 0, None, 0
 
-    def table_of(self, request: Request) -> Rows:
-        """The table of a request's row, on the host."""
-        if request.own is not None:
-            return on_host(bare(request.own))
+    def row_of(self, request: Request) -> Rows:
+        """The table of a request's row."""
         slot: Any = request.slot
-        return on_host(pages.row.run(self._bare_lm, bare(self._state.cache), np.int32(slot)))
+        return pages.row.run(self._bare_lm, bare(self._state.cache), np.int32(slot))
 
-    def _set_free(self, state: DecodingState, free: Numbers) -> None:
-        """Sets the state, with free pages of the batch."""
-        table = dataclasses.replace(state.cache, free=self._pool.free_pages(free, self._pool.answers))
-        self._state = dataclasses.replace(state, cache=table)
+    def _set_cache(self, cache: Rows) -> None:
+        self._state = dataclasses.replace(self._state, cache=cache)
 
     def feed(self, request: Request) -> None:
         """Feeds a piece of a request's tokens, after the row's begin."""
-        own: Any = request.own
-        b, held = self._pool.block_size, len(request.document.tokens) + request.fed
+        b, held, slot = self._pool.block_size, len(request.document.tokens) + request.fed, request.slot
         piece = request.new[request.fed : request.fed + _PIECE_TOKENS - held % b]
         if not piece:
             request.logits = request.document.logits
@@ -216,18 +185,19 @@ class Batch:
         starts, columns = np.asarray([held], np.int32), num_columns(held % b + len(piece), b)
         tokens = align(np.asarray([piece], np.int32), starts, block_size=b, columns=columns)
         given = jnp.asarray(tokens), jnp.asarray(starts), jnp.asarray([len(piece)], jnp.int32), self._calls
-        fed = feed(self._program_lm, self._pool.lend(self._wide(own)), *given, backend=self._backend)
-        request.own, request.logits = self._pool.take_back(fed.rows), fed.logits
+        rows = self._pool.lend(self.row_of(request), self._state.cache.free)
+        fed = feed(self._program_lm, rows, *given, backend=self._backend)
+        row, request.logits = self._pool.take_back(fed.rows), fed.logits
+        self._set_cache(pages.put.run(self._bare_lm, bare(self._state.cache), row, np.int32(slot or 0)))
         request.fed += len(piece)
 
-    def admit(self, request: Request, slot: int) -> None:
-        """A request's row joins the batch, and its first token is drawn."""
-        row: Any = request.own
+    def admit(self, request: Request) -> None:
+        """Draws the first token of a request's answer."""
         config, vocabulary = request.stream.config, self._lm.config.vocab_size
-        spare, its = (self._pool.left(table.free) for table in (self._state.cache, row))
-        request.slot, self.rows[slot] = slot, request
+        request.scheduled = 1
         self._fit()
-        state, seen, allowed = dataclasses.replace(self._state, cache=bare(self._state.cache)), None, None
+        cache, seen, allowed = self._state.cache, None, None
+        state = dataclasses.replace(self._state, cache=None)  # type: ignore[arg-type]
         if state.seen is not None:
             seen, allowed = np.zeros((1, vocabulary), bool), self._allowed([request])
             seen[0, request.tokens] = True
@@ -237,13 +207,10 @@ class Batch:
         fields = {"keys": key[None], "seen": seen, "stop_tokens": stops}
         fields["lengths"] = np.asarray([len(request.tokens)], np.int32)
         fields["min_new_tokens"] = np.asarray([config.min_new_tokens], np.int32)
-        drawing = np.int32(slot), request.logits, fields, self._sampling([request]), allowed
-        state, output = pages.admit.run(self._bare_lm, state, bare(self._wide(row)), *drawing)
-        self._set_free(state, [np.concatenate(each) for each in zip(spare, its, strict=True)])
-        self._pages = [np.concatenate(each) for each in zip(self._pages, request.numbers or [], strict=True)]
-        request.start = int(np.ravel(on_host(row.start))[0])
-        request.own = request.numbers = request.logits = None
-        request.scheduled = 1
+        drawing = np.int32(request.slot or 0), request.logits, fields, self._sampling([request]), allowed
+        request.start = int(on_host(cache.start).reshape(-1, len(self.rows))[0, request.slot])  # devices agree
+        state, output = pages.admit.run(self._bare_lm, state, *drawing)
+        self._state, request.logits = dataclasses.replace(state, cache=cache), None
         self.pending = [(output, tuple(self.rows))]  # it has the tokens of the step before, too
 
     def dispatch(self) -> None:
@@ -274,7 +241,7 @@ class Batch:
         logprobs, top = on_host((state.logprobs, state.top)) if self.wants_logprobs else ([], [])
         outputs = []
         for slot, request in enumerate(rows):
-            if request is None or request.slot != slot:
+            if request is None or request.slot != slot or not request.scheduled:
                 continue
             new, wanted = steps[slot] - request.streamed, request.stream.config.num_logprobs
             own, likeliest = list[float](), list[list[tuple[int, float]]]()
@@ -297,7 +264,7 @@ class Batch:
         """The program of these arguments, keyed by the few shapes that change: comparing all is as slow as a step."""
         state = arguments[0]
         top = None if state.top is None else state.top[0].shape
-        key = self._widths, state.seen is None, top, state.stop_tokens.shape
+        key = Widths.of(state.cache), state.seen is None, top, state.stop_tokens.shape
         if key not in self._step_programs:
             if len(self._step_programs) == _MAX_STEP_PROGRAMS:
                 self._step_programs.clear()
@@ -335,21 +302,13 @@ class Batch:
                 allowed[row] = request.allowed
         return allowed
 
-    def _widen(self, widths: Widths) -> None:
+    def _widen(self, own: Widths, document: Widths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""
-        kept, window, means = (bucket_length(width, _MIN_WIDTH) if width else 0 for width in widths)
-        wanted = kept, widths.window if self._bounded else window, means
-        wide = Widths(*map(max, wanted, self._widths))
-        if wide != self._widths:
-            self._widths = wide
-            self._state = dataclasses.replace(self._state, cache=self._wide(self._state.cache))
-
-    def _wide(self, table: Rows) -> Rows:
-        """A table as wide as the others are now."""
-        if Widths.of(table) == self._widths:
-            return table
-        wide = self._pool.on_device(self._pool.fitted(on_host(bare(table)), self._widths))
-        return dataclasses.replace(wide, free=table.free)
+        kept, window, means = (bucket_length(width, MIN_WIDTH) if width else 0 for width in own)
+        wanted = Widths(kept, own.window if self._bounded else window, means)
+        self._widths = Widths(*map(max, wanted, document, self._widths))
+        if self._widths != Widths.of(cache := self._state.cache):
+            self._set_cache(pages.widen.run(self._bare_lm, cache, widths=self._widths, pages=self._pool.total))
 
     def _sampling(self, requests: Sequence[Request | None]) -> Sampling:
         """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The

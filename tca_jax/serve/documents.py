@@ -30,7 +30,7 @@ from tca_jax.engine.pages import FreePages, Numbers, Rows
 from tca_jax.errors import UserError, require
 from tca_jax.files import replacing
 from tca_jax.serve import pages
-from tca_jax.serve.pages import PagePool, bare, without
+from tca_jax.serve.pages import PagePool, bare
 
 _CHUNK_BYTES = 64 * 2**20  # of keys and values that move at once
 _ENTRY, _CONTEXT = "document.json", "context"  # in the folder of a document
@@ -193,16 +193,16 @@ class Documents:
         """Enters a document of a row of the pool, whose table is on the host; it counts as a use of its pages."""
         table = self.pool.exact(table)
         numbers = self.pool.named(table)
-        self.pool.allocator.share(numbers)
+        self.pool.keep(numbers)
         document.here = True
         self._entered(document, table, numbers, attended_share)
 
-    def enter_row(self, document: Document, parent: Document, table: Rows, held: Numbers) -> int:
-        """Enters a document of a row that continues its parent, whose pages are `held`.
+    def enter_row(self, document: Document, parent: Document, table: Rows) -> int:
+        """Enters a document of a row of the batch that continues its parent.
 
         Returns 0, or the number of pages that must be free first.
         """
-        own = without(self.pool.named(self.pool.exact(table)), held)
+        own, _ = self.pool.split(self.pool.named(self.pool.exact(table)))
         needed, most = max(map(len, own)), self.pool.documents - parent.num_pages
         require(
             needed <= most,

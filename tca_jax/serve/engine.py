@@ -181,11 +181,9 @@ class Engine:
         kernels = resolve_backend(backend)
         check_integer("max_rows", max_rows, at_least=1)
         check_integer("answer_tokens", answer_tokens, at_least=1)
-        for name, value in (("pages", pages), ("disk_bytes", disk_bytes)):
+        for name, value, least in (("pages", pages, 1), ("host_memory", host_memory, 0), ("disk_bytes", disk_bytes, 1)):
             if value is not None:
-                check_integer(name, value, at_least=1)
-        if host_memory is not None:
-            check_integer("host_memory", host_memory, at_least=0)
+                check_integer(name, value, at_least=least)
         require(
             (devices := axis_size(lm.mesh, DATA)) == 1,
             f"lm lies on {devices} devices along {DATA!r}: an engine serves a model on one device or on devices along "
@@ -193,15 +191,14 @@ class Engine:
             Unsupported,
         )
         if pages is None:
-            pages = _default_pages(lm, int(max_rows), int(answer_tokens))
+            pages = _default_pages(lm, max_rows, answer_tokens)
         if host_memory is None:
             host_memory = int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.lm, self.max_rows = lm, int(max_rows)
-        storage = None if disk is None else Storage(Path(disk), disk_bytes)
-        self._pool = PagePool(lm, int(pages), _answer_pages(lm, int(max_rows), int(answer_tokens)))
-        self._documents = Documents(lm, self._pool, int(host_memory), storage)
-        self._storage = storage
-        self._scheduler = Scheduler(lm, self._documents, int(max_rows), kernels)
+        self._storage = None if disk is None else Storage(Path(disk), disk_bytes)
+        self._pool = PagePool(lm, int(pages), _answer_pages(lm, self.max_rows, answer_tokens))
+        self._documents = Documents(lm, self._pool, host_memory, self._storage)
+        self._scheduler = Scheduler(lm, self._documents, self.max_rows, kernels)
         self._loop = Loop(self._scheduler)
 
     def __enter__(self) -> Engine:
@@ -256,8 +253,7 @@ class Engine:
             The id of the longer document, at once.
         """
         known = self.document(document)
-        (ids,) = encode_appended(self.lm, [more], 1, lambda row: known.tokens, "more")
-        require_positions("more", len(ids), 0, self.lm, context_tokens=len(known.tokens))
+        ids = self._appended(known, more, "more", 0)
         self._scheduler.require_room(len(known.tokens), len(ids))
         tokens, parts = known.tokens + ids, (*known.parts, len(ids))
         longer = Document(self._documents.id_of(tokens, parts), tokens, parts)
@@ -353,23 +349,21 @@ class Engine:
             TypeError: an argument is of a wrong type.
         """
         config = GenerationConfig.of(config, options).for_model(self.lm)
-        samples = config.num_samples
+        samples, most = config.num_samples, config.max_new_tokens
         require(samples == 1, f"num_samples = {samples}: must be 1; ask once for each answer, by its number as sample")
         check_integer("sample", sample, at_least=0)
         check_flag("keep", keep)
-        known = mask is None or callable(mask)
-        require(known, f"mask is of type {type(mask).__name__}: must be callable, or None", UserTypeError)
+        is_mask = mask is None or callable(mask)
+        require(is_mask, f"mask is of type {type(mask).__name__}: must be callable, or None", UserTypeError)
         if document is None:
             held, new = encode_prompt(self.lm, prompt), []
-            require_positions("prompt", len(held), config.max_new_tokens, self.lm)
+            require_positions("prompt", len(held), most, self.lm)
             self._scheduler.require_pages(len(held))
             lengths = len(held), 0
         else:
-            held = self.document(document).tokens
-            (new,) = encode_appended(self.lm, [prompt], 1, lambda row: held, "prompt")
-            require_positions("prompt", len(new), config.max_new_tokens, self.lm, context_tokens=len(held))
+            held, new = (known := self.document(document)).tokens, self._appended(known, prompt, "prompt", most)
             lengths = len(new), len(held)
-        self._scheduler.require_room(len(held), len(new) + config.max_new_tokens)
+        self._scheduler.require_room(len(held), len(new) + most)
         stream = Stream(self.lm, config, self._cancel, keep, *lengths)
 
         def enter() -> None:
@@ -386,6 +380,12 @@ class Engine:
     def _cancel(self, stream: Stream) -> None:
         with suppress(UserError):  # an engine that has ended has ended all of them
             self._loop.post(lambda: self._scheduler.cancel(stream))
+
+    def _appended(self, document: Document, more: Prompt, argument: str, new_tokens: int) -> list[int]:
+        """Token ids after a document, before so many new tokens."""
+        (ids,) = encode_appended(self.lm, [more], 1, lambda row: document.tokens, argument)
+        require_positions(argument, len(ids), new_tokens, self.lm, context_tokens=len(document.tokens))
+        return ids
 
     def _found(self, tokens: list[int], *, named: bool) -> Document:
         """The document of these tokens, which is read if it is new; in the engine's thread."""

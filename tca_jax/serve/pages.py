@@ -13,23 +13,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, Int32, UInt8
+from jaxtyping import Array, Bool, Float32, Int, Int32, UInt8
 
 from tca_jax.engine.decode import STATE, DecodingState, Steps, draw
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, place
+from tca_jax.engine.mesh import CACHES, SAME, OverMesh, part_of_device, place
 from tca_jax.engine.pages import Allocator, FreePages, Numbers, Rows
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.read import mean_columns, page_bytes
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods.base import UNBOUNDED, ScoredCache
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
-from tca_jax.pallas_kernels.numerics import MASKED, cdiv
+from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.programs import Program
 
 #: Fields of `Rows` that a pool alone lacks.
 _NO_TABLE: Any = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
 _NO_TABLE |= {"window_pages": 0, "in_runs": False}
+MIN_WIDTH = 4  # least step between the widths of tables
 _NO_POOL: Any = {"k": None, "v": None}
 
 
@@ -55,7 +57,8 @@ class Widths(NamedTuple):
 class PagePool:
     """One pool for documents and answers, on each device.
 
-    Answers have `answers` pages, of which `reserved` are promised to requests; the others are documents'.
+    Answers have `answers` pages, of which `reserved` are promised to requests. Programs take free ones of them, and
+    find again those that no row names any more. The allocator counts the uses of the others, which are documents'.
     """
 
     def __init__(self, lm: LM, documents: int, answers: int) -> None:
@@ -63,14 +66,19 @@ class PagePool:
         self.on_mesh, self.devices = lm.mesh is not None, 1 if lm.head_shards is None else lm.head_shards.devices
         self.block_size, self.page_bytes = lm.method.cache.block_size, page_bytes(lm) * self.devices
         self.total, self.reserved, self._dtype = documents + answers, 0, lm.cache_dtype
-        self.allocator = Allocator(self.total, self.devices)
+        self.allocator, self.of_answers = (
+            Allocator(self.total, self.devices),
+            np.zeros((self.devices, self.total), bool),
+        )
+        for device, numbers in enumerate(self.allocator.take(answers)):
+            self.of_answers[device, numbers] = True
         self.arrays: Any = None
         self.renew()
 
     @property
     def free(self) -> int:
         """Free pages of documents, on the device that has fewest."""
-        return self.allocator.free - self.free_answers
+        return self.allocator.free
 
     @property
     def free_answers(self) -> int:
@@ -100,11 +108,18 @@ class PagePool:
         free: Any = padded, np.zeros(self.devices, np.int32)
         return self.on_device(FreePages(*(x[None] if self.on_mesh else x[0] for x in free)))
 
-    def left(self, free: FreePages) -> Numbers:
-        """Pages that programs may still take."""
-        numbers, taken = (np.reshape(x, (self.devices, -1)) for x in on_host(free))
-        parts = [own[count:] for own, (count,) in zip(numbers, taken, strict=True)]
-        return [own[own < self.total] for own in parts]
+    def split(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """The pages of answers among these, and the others."""
+        which = [of_device[own] for of_device, own in zip(self.of_answers, numbers, strict=True)]
+        pairs = list(zip(numbers, which, strict=True))
+        return [own[inside] for own, inside in pairs], [own[~inside] for own, inside in pairs]
+
+    def keep(self, numbers: Numbers) -> None:
+        """Counts a use of pages for a document; answers get free ones in exchange for theirs."""
+        own, others = self.split(numbers)
+        self.allocator.share(others)
+        for of_device, given, taken in zip(self.of_answers, own, self.allocator.take(list(map(len, own))), strict=True):
+            of_device[given], of_device[taken] = False, True
 
     def on_device(self, table: Any) -> Any:
         """A table of the host, or free pages, on the devices."""
@@ -112,34 +127,14 @@ class PagePool:
         put = jnp.asarray if mesh is None else functools.partial(place, CACHES, mesh=mesh)
         return jax.tree.map(lambda x: put(np.array(x)), table)  # copies, which programs may overwrite
 
-    def fitted(self, table: Rows, widths: Widths) -> Rows:
-        """A table of the host in other widths; columns that it loses name no page."""
-
-        def fit(x: Any, count: int, fill: float) -> Any:
-            more = (*((0, 0),) * (x.ndim - 1), (0, max(0, count - x.shape[-1])))
-            return np.pad(x[..., :count], more, constant_values=fill)
-
-        kept, window = np.split(np.asarray(table.pages), [table.columns], axis=-1)
-        pages: Any = np.concatenate(
-            [fit(kept, widths.kept, self.total), fit(window, widths.window, self.total)], axis=-1
-        )
-        b, scored = self.block_size, table.scored
-        if scored is not None:
-            scored = scored._replace(
-                scores=fit(scored.scores, widths.window * b, -np.inf),
-                pages=fit(scored.pages, widths.means, self.total),
-                bias=fit(scored.bias, widths.means * b, MASKED),
-            )
-        return dataclasses.replace(table, pages=pages, scored=scored, window_pages=widths.window)
-
     def exact(self, table: Rows) -> Rows:
-        """A row's table, on the host, that names only pages which hold tokens."""
+        """A row's table, on the host, that names only pages which hold tokens, in a bucket of columns."""
         b, held = self.block_size, (np.asarray(table.length) - table.start)[..., None, :, None, None]
-        pages: Any = np.array(table.pages, np.int32)
-        window = pages[..., table.columns :]
-        window[np.broadcast_to(np.arange(window.shape[-1]) * b >= held, window.shape)] = self.total
-        widths = Widths.of(table)._replace(kept=cdiv(int(np.max(table.kept)), b))
-        return self.fitted(dataclasses.replace(table, pages=pages), widths)
+        kept, window = np.split(np.asarray(table.pages), [table.columns], axis=-1)
+        window = np.where(np.arange(window.shape[-1]) * b < held, window, self.total)
+        columns = cdiv(int(np.max(table.kept)), b)
+        pages: Any = np.concatenate([kept[..., : columns and bucket_length(columns, MIN_WIDTH)], window], axis=-1)
+        return dataclasses.replace(table, pages=pages.astype(np.int32))
 
     def named(self, table: Rows, none: int | None = None) -> Numbers:
         """Pages that a table of the host names, on each device; numbers from `none` on are no pages."""
@@ -177,11 +172,6 @@ def row_of(table: Rows, row: int) -> Rows:
     """A row of a table of the host."""
     lead = table.start.ndim - 1
     return jax.tree.map(lambda x: np.take(x, [row], axis=lead + min(1, x.ndim - lead - 1)), table)
-
-
-def without(numbers: Numbers, others: Numbers) -> Numbers:
-    """Pages of each device that are none of others."""
-    return [np.setdiff1d(own, of_others, assume_unique=True) for own, of_others in zip(numbers, others, strict=True)]
 
 
 # Programs
@@ -247,37 +237,62 @@ def _fetch(lm: LM, pool: Rows) -> Rows:
     return Rows(k, v, **_NO_TABLE)
 
 
-def _fork(lm: LM, rows: Rows, most: Int[Array, " 1"]) -> Rows:
-    """A row that continues the only one, and will have `most` tokens."""
-    return rows.forked(jnp.zeros(1, jnp.int32), most)
-
-
 def _row_axis(x: Array) -> int:
     return min(1, x.ndim - 1)
 
 
+def _widen(lm: LM, table: Rows, *, widths: Widths, pages: int) -> Rows:
+    no_pool = jnp.zeros((pages, lm.method.cache.block_size, 0))
+    wide = dataclasses.replace(table, k=no_pool, v=no_pool).with_columns(*widths)
+    return dataclasses.replace(wide, **_NO_POOL)
+
+
+def _begin(
+    lm: LM,
+    cache: Rows,
+    of_answers: Bool[Array, "devices P"],
+    live: Bool[Array, " R"],  # rows of requests
+    document: Rows,  # a table of one row
+    row: Int[Array, ""],
+    most: Int[Array, " 1"],
+) -> Rows:
+    """The cache with a row that continues a document, and will have `most` tokens. Pages that no row names are free."""
+    tables = [cache.pages] if cache.scored is None else [cache.pages, cache.scored.pages]
+    named = jnp.zeros(cache.num_pages + 1, bool)
+    for table in tables:
+        named = named.at[jnp.where(live[:, None, None], table, cache.num_pages)].set(True)
+    own = of_answers[0] if lm.head_shards is None else part_of_device(of_answers)
+    numbers = jnp.flatnonzero(own & ~named[:-1], size=len(cache.free.numbers), fill_value=cache.num_pages)
+    free = FreePages(numbers.astype(jnp.int32), jnp.int32(0))
+    one = dataclasses.replace(document, k=cache.k, v=cache.v, free=free).with_columns(*Widths.of(cache))
+    one = one.forked(jnp.zeros(1, jnp.int32), most)
+    return dataclasses.replace(_put(lm, bare(cache), one, row), k=one.k, v=one.v)
+
+
+def _put(lm: LM, table: Rows, one: Rows, row: Int[Array, ""]) -> Rows:
+    """A table with a row, and the free pages that the row left."""
+
+    def put(all_rows: Array, x: Array) -> Array:
+        return all_rows.at[(slice(None),) * _row_axis(x) + (row,)].set(x.take(0, axis=_row_axis(x)))
+
+    return dataclasses.replace(jax.tree.map(put, table, bare(one)), free=one.free)
+
+
 def _admit(
     lm: LM,
-    state: DecodingState,  # without pool
-    table: Rows,  # of the row
+    state: DecodingState,  # without cache
     row: Int[Array, ""],
     logits: Float32[Array, "1 V"],
     fields: dict[str, Any],  # of the row's state
     sampling: Sampling,
     allowed: UInt8[Array, "1 W"] | None,  # mask of its first token; None for all tokens
 ) -> tuple[DecodingState, Int32[Array, "4 R"]]:
-    """Adds a row to the batch, and draws its first token."""
-    cache = jax.tree.map(
-        lambda all_rows, x: all_rows.at[(slice(None),) * _row_axis(x) + (row,)].set(x.take(0, axis=_row_axis(x))),
-        state.cache,
-        table,
-    )
+    """Draws the first token of a row."""
     top, finite = jax.tree.map(lambda x: jnp.zeros_like(x[:1]), state.top), jnp.isfinite(logits).all(axis=-1)
     alone = dataclasses.replace(_empty_state(lm, 1, 0, None), done=jnp.zeros(1, bool), top=top, finite=finite, **fields)
     alone = draw(lm, alone, logits, sampling, allowed=allowed)
-    rows = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
-    rows = jax.tree.map(lambda all_rows, x: all_rows.at[row].set(x[0]), rows, alone)
-    return dataclasses.replace(rows, cache=cache), _packed(rows)
+    state = jax.tree.map(lambda all_rows, x: all_rows.at[row].set(x[0]), state, alone)
+    return state, _packed(state)
 
 
 def _packed(state: DecodingState) -> Int32[Array, "4 R"]:
@@ -322,7 +337,9 @@ empty_table = Program(OverMesh(_empty_table, (), CACHES))
 empty_batch = Program(OverMesh(_empty_batch, (), STATE))
 place_pages = Program(OverMesh(_place, (CACHES, CACHES), CACHES), donate=(1,))
 fetch_pages = Program(OverMesh(_fetch, (CACHES,), CACHES))
-fork = Program(OverMesh(_fork, (CACHES, SAME), CACHES), donate=(1,))
-admit = Program(OverMesh(_admit, (STATE, CACHES, SAME, SAME, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
+widen = Program(OverMesh(_widen, (CACHES,), CACHES))
+begin = Program(OverMesh(_begin, (CACHES, SAME, SAME, CACHES, SAME, SAME), CACHES), donate=(1,))
+put = Program(OverMesh(_put, (CACHES, CACHES, SAME), CACHES), donate=(1,))
+admit = Program(OverMesh(_admit, (STATE, SAME, SAME, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
 step = Program(OverMesh(_step, (STATE, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
 row = Program(OverMesh(_row, (CACHES, SAME), CACHES))

@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, create_model, model_validator
@@ -49,45 +49,57 @@ def require_field(known: Any, param: str | None, message: str, *, status: int = 
 # Requests
 
 
+_EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
+_NO_TOOLS = ("must be empty: tools and functions are not supported", *_EMPTY)
+_NO_CHOICE = ("must be none or auto: tools and functions are not supported", "none", "auto")
+#: Fields of OpenAI's that are not supported: an error, and the values that are allowed.
+_UNSUPPORTED: Json = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), ("must be 0; repetition_penalty is there", 0)),
+    "logit_bias": ("must be empty", *_EMPTY),
+    **dict.fromkeys(("tools", "functions"), _NO_TOOLS),
+    **dict.fromkeys(("tool_choice", "function_call"), _NO_CHOICE),
+    "modalities": ('must be ["text"]', ["text"]),
+    "suffix": ("must be left out: it is not supported", *_EMPTY),
+    "echo": ("must be false: tca_jax.score returns log-probabilities of a prompt", *_EMPTY),
+}
+#: Fields that change no answer.
+_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+
+
 class _Fields(BaseModel):
-    """A JSON object. Fields that are null count as left out; those of type Any change no answer."""
+    """A JSON object. Fields that are null count as left out."""
 
     model_config = {"strict": True, "frozen": True, "allow_inf_nan": False}
+    ignored: ClassVar[Collection[str]] = ()  # fields that change nothing
     ignored_values: ClassVar[tuple[Any, ...]] = (None,)  # of unknown fields
 
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, body: Any) -> Json:
-        fields = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
-        allowed = ", ".join(name for name, kind in fields.items() if kind is not Any)
+        known = [field.alias or name for name, field in cls.model_fields.items()]
         if not isinstance(body, dict):
-            raise PydanticCustomError("value_error", f"must be an object with {allowed}")
-        for name in body.keys() - fields.keys():
+            raise PydanticCustomError("value_error", f"must be an object with {', '.join(known)}")
+        for name in body.keys() - {*known, *cls.ignored}:
             if body[name] not in cls.ignored_values:
-                known, shown = f"unknown field: must be one of {allowed}", name.encode(errors="replace").decode()
-                raise PydanticCustomError("unknown_parameter", known, {"field": shown})
-        return {name: value for name, value in body.items() if value is not None}
+                kind, words, allowed = "unknown_parameter", f"unknown field: must be one of {', '.join(known)}", ()
+                if issubclass(cls, Answering) and name in _UNSUPPORTED:
+                    kind, (words, *allowed) = "unsupported", _UNSUPPORTED[name]
+                if body[name] not in allowed:
+                    raise PydanticCustomError(kind, words, {"field": name.encode(errors="replace").decode()})
+        return {name: body[name] for name in known if body.get(name) is not None}
 
 
-def _where(holds: Callable[[Any, Json], Any], words: str, code: str = "value_error") -> AfterValidator:
+def _where(holds: Callable[[Any, Json], Any], words: str) -> AfterValidator:
     """Allows the values of a field for which a condition of it and the fields before it holds."""
 
     def check(value: Any, info: Any) -> Any:
         if not holds(value, info.data):
-            raise PydanticCustomError(code, words)
+            raise PydanticCustomError("value_error", words)
         return value
 
     return AfterValidator(check)
 
 
-def _only(words: str, *allowed: Any) -> AfterValidator:
-    return _where(lambda value, _: value in allowed, words, "unsupported")
-
-
-_EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
-_NoPenalty = Annotated[Any, _only("must be 0; repetition_penalty is there", 0)]
-_NoTools = Annotated[Any, _only("must be empty: tools and functions are not supported", *_EMPTY)]
-_NoToolChoice = Annotated[Any, _only("must be none or auto: tools and functions are not supported", "none", "auto")]
 _Tokens = Annotated[int, Field(ge=1)]
 _Logprobs = Annotated[int, Field(ge=0, le=20)]  # likeliest tokens beside each token
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -113,6 +125,7 @@ else:
 class Answering(_Drawing):
     """Fields that chats and completions share. `GenerationConfig` checks the bounds of its fields."""
 
+    ignored = _IGNORED
     default_tokens: ClassVar[int | None] = None  # of an answer without `max_tokens`; None for the server's own number
 
     model: str | None = None  # None for the one that is served
@@ -133,16 +146,6 @@ class Answering(_Drawing):
     )
     seed: int = Field(default_factory=lambda: secrets.randbelow(2**32))
     temperature: float = 1.0
-    presence_penalty: _NoPenalty = None
-    frequency_penalty: _NoPenalty = None
-    logit_bias: Annotated[Any, _only("must be empty", *_EMPTY)] = None
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    parallel_tool_calls: Any = None
 
 
 class Part(BaseModel, strict=True):
@@ -155,7 +158,7 @@ class Part(BaseModel, strict=True):
 class Message(_Fields):
     """A message of a chat. Answers that clients send back have more fields, which are empty."""
 
-    ignored_values = _EMPTY
+    ignored, ignored_values = ("name",), _EMPTY
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
@@ -163,7 +166,6 @@ class Message(_Fields):
         Field(min_length=1, fail_fast=True),
         BeforeValidator(lambda x: x if isinstance(x, list) else [{"type": "text", "text": x}]),
     ]
-    name: Any = None
 
     def as_dict(self) -> dict[str, str]:
         """The message for a chat template."""
@@ -174,9 +176,10 @@ class Message(_Fields):
 class JsonSchema(_Fields):
     """A named JSON Schema."""
 
+    ignored = ("description",)
+
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     of: Json = Field(alias="schema")
-    description: Any = None
     strict: bool = False  # changes nothing: every answer is constrained
 
 
@@ -210,11 +213,6 @@ class ChatRequest(Answering):
         _Logprobs, _where(lambda top, given: not top or given.get("logprobs"), "needs logprobs = true")
     ] = 0
     response_format: ResponseFormat = ResponseFormat(type="text")
-    tools: _NoTools = None
-    functions: _NoTools = None
-    tool_choice: _NoToolChoice = None
-    function_call: _NoToolChoice = None
-    modalities: Annotated[Any, _only('must be ["text"]', ["text"])] = None
 
 
 def _are_ids(value: Any) -> bool:
@@ -240,8 +238,6 @@ class CompletionRequest(Answering):
     best_of: Annotated[
         int | None, _where(lambda best, given: best == given.get("n", best), "must be n; answers are not ranked")
     ] = None
-    suffix: Annotated[Any, _only("must be left out: it is not supported", *_EMPTY)] = None
-    echo: Annotated[Any, _only("must be false: tca_jax.score returns log-probabilities of a prompt", *_EMPTY)] = None
 
 
 class DocumentRequest(_Fields):

@@ -114,7 +114,7 @@ class Scheduler:
         under_way = documents.move()
         while documents.failures:
             document, error = documents.failures.pop(0)
-            for request in [each for each in self._waiting if each.document is document and not each.reserved]:
+            for request in [each for each in self._waiting if each.document is document and each.slot is None]:
                 self._fail(request, error)
             self._recover(error)
         under_way |= documents.store()
@@ -148,7 +148,6 @@ class Scheduler:
         if self._batch.is_intact and pool:
             return
         _log.error("the batch begins again after an error", exc_info=error)
-        self._batch.broken = True  # its pages are freed together
         for request in self._batch.requests:
             self._fail(request, error)
         for request in self._waiting:
@@ -211,7 +210,7 @@ class Scheduler:
             raise request.document.error
         if request.needed_pages:  # later requests do not take the pages of its target
             self._wait_for_room(request, request.needed_pages)
-        if not request.reserved and not (self._is_here(request) and self._begin(request)):
+        if request.slot is None and not (self._is_here(request) and self._begin(request)):
             return False
         if request.fed < len(request.new) or request.logits is None:
             self._batch.feed(request)
@@ -219,11 +218,10 @@ class Scheduler:
                 return True
         if request.target is not None:
             return self._become(request, request.target)
-        slot = self._batch.free_slot
-        if slot is not None and self._update_mask(request):
+        if self._update_mask(request):
             self._waiting.remove(request)
-            self._batch.admit(request, slot)
-        return slot is not None
+            self._batch.admit(request)
+        return True
 
     def _is_here(self, request: Request) -> bool:
         """Whether a request's document is on the device; if not, it is moved there and pinned."""
@@ -245,8 +243,8 @@ class Scheduler:
     def _begin(self, request: Request) -> bool:
         """Gives a request a row of its own; false without enough pages, or without a place in the batch."""
         count, _ = self._batch.own_pages(len(request.document.tokens), request.own_tokens)
-        has_row = request.target is not None or self._batch.free_slot is not None
-        if self._answers_blocked or not has_row or count > self._pool.free_answers:
+        slot = self._batch.free_slot
+        if self._answers_blocked or slot is None or count > self._pool.free_answers:
             self._answers_blocked = True
             return False
         pinned = request.pins
@@ -256,7 +254,7 @@ class Scheduler:
                 self._unpin(request)
             return False
         self._documents.touch(request.document)
-        self._batch.begin(request)
+        self._batch.begin(request, slot)
         return True
 
     def _pin(self, request: Request) -> None:
@@ -270,8 +268,8 @@ class Scheduler:
     def _become(self, request: Request, target: Document) -> bool:
         """Enters the target of a request; without room the request restarts, for others may need its pages."""
         self._require_finite(request, bool(np.isfinite(on_host(request.logits)).all()))
-        table = self._batch.table_of(request)
-        request.needed_pages = self._documents.enter_row(target, request.document, table, request.held or [])
+        table = on_host(self._batch.row_of(request))
+        request.needed_pages = self._documents.enter_row(target, request.document, table)
         if request.needed_pages:
             self._wait_for_room(request, request.needed_pages)
             self._restart(request)
@@ -327,7 +325,7 @@ class Scheduler:
     def _leave(self, request: Request, reason: FinishReason) -> None:
         """A request ends, and gives back what it has."""
         with self._failing(request):
-            keeps = request.stream.keep and reason != "cancelled" and request.slot is not None
+            keeps = request.stream.keep and reason != "cancelled" and request.scheduled
             document = self._kept(request) if keeps else None
             self._give_back(request)
             request.stream.end(reason, document)
@@ -342,10 +340,7 @@ class Scheduler:
         if request in self._waiting:
             self._waiting.remove(request)
         self._unpin(request)
-        try:
-            self._batch.end(request)
-        except Exception as error:
-            self._recover(error)
+        self._batch.end(request)
 
     def _kept(self, request: Request) -> str | None:
         """The id of the document that a row's tokens become; None where there is no room for it."""
@@ -353,9 +348,9 @@ class Scheduler:
         tokens, parts = request.tokens + fed, (*request.document.parts, len(request.new) + len(fed))
         document = Document(self._documents.id_of(tokens, parts), tokens, parts)
         if self._documents.usable(document.id) is None:
-            table = self._batch.table_of(request)
+            table = on_host(self._batch.row_of(request))
             try:
-                if self._documents.enter_row(document, request.document, table, request.held or []):
+                if self._documents.enter_row(document, request.document, table):
                     return None
             except UserError:  # there never will be room
                 return None

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import hmac
+import inspect
 import json
 import math
 import os
@@ -28,12 +29,12 @@ from starlette.types import Receive, Scope, Send
 
 from tca_jax.engine.prompts import require_tokenizer
 from tca_jax.serve import protocol
-from tca_jax.serve.answers import AnswerCounter, Answers, EncodedPrompt, PromptEncoder
+from tca_jax.serve.answers import Answers, EncodedPrompt, Metrics, PromptEncoder
 from tca_jax.serve.constraints import Grammars, Mask
 from tca_jax.serve.engine import Engine
-from tca_jax.serve.protocol import ChatRequest, CompletionRequest, Json, RequestError, require_field
+from tca_jax.serve.protocol import ChatRequest, CompletionRequest, Json, RequestError, document_json, require_field
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[[Request], Response | Json | Awaitable[Response | Json]]
 _CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
 _SCHEMA = "response_format.json_schema.schema"  # the field, in errors
 
@@ -59,27 +60,27 @@ class Server:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         require_tokenizer("a server", engine.lm.name, engine.lm.tokenizer, "serve a model that has one")
         self._engine, self._settings, self._lm = engine, settings, engine.lm
-        self._encoder, self._answers = PromptEncoder(engine), AnswerCounter(engine, settings.max_rows)
-        self._metrics = self._answers.metrics
+        self._encoder, self._metrics = PromptEncoder(engine), Metrics(engine)
         self._keys = [os.fsencode(key) for key in settings.api_keys]
         self._created = int(time.time())
         self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
-        routes: list[tuple[str, str, Endpoint]] = [
-            ("GET", "/health", self._health),
-            ("GET", "/metrics", self._metrics_text),
-            ("GET", "/v1/models", self._models),
-            ("GET", "/v1/models/{model:path}", self._model),
-            ("POST", "/v1/chat/completions", self._chat),
-            ("POST", "/v1/completions", self._complete),
-            ("POST", "/v1/documents", self._upload),
-            ("GET", "/v1/documents", self._documents),
-            ("GET", "/v1/documents/{document}", self._document),
-            ("DELETE", "/v1/documents/{document}", self._delete),
-        ]
-        self.app = Starlette(
-            routes=[Route(path, self._checked(path, answer), methods=[method]) for method, path, answer in routes],
-            exception_handlers={HTTPException: _http_error},
-        )
+        answers: dict[tuple[str, str], Endpoint] = {
+            ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._metrics_text,
+            ("GET", "/v1/models"): lambda _: {"object": "list", "data": [self._model()]},
+            ("GET", "/v1/models/{model:path}"): lambda request: self._model(request.path_params["model"]),
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/completions"): self._complete,
+            ("POST", "/v1/documents"): self._upload,
+            ("GET", "/v1/documents"): lambda _: {
+                "object": "list",
+                "data": list(map(document_json, engine.documents())),
+            },
+            ("GET", "/v1/documents/{id}"): lambda request: document_json(engine.document(request.path_params["id"])),
+            ("DELETE", "/v1/documents/{id}"): self._delete,
+        }
+        routes = [Route(path, self._checked(path, each), methods=[method]) for (method, path), each in answers.items()]
+        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     # All requests
 
@@ -91,7 +92,9 @@ class Server:
             try:
                 if path != "/health":
                     self._require_key(request)
-                response = await answer(request)
+                found = answer(request)
+                found = await found if inspect.isawaitable(found) else found
+                response = found if isinstance(found, Response) else _json(found)
             except ClientDisconnect:
                 pass
             except Exception as error:
@@ -122,57 +125,37 @@ class Server:
             raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
         return bytes(body)
 
-    # Models, metrics
-
-    async def _health(self, request: Request) -> Response:
+    def _health(self, request: Request) -> Response:
         if (failure := self._engine.failure) is not None:
             return _json({"status": "failed", "error": str(failure)}, 503)
         return _json({"status": "ok"})
 
-    async def _metrics_text(self, request: Request) -> Response:
+    def _metrics_text(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model_json()]})
-
-    async def _model(self, request: Request) -> Response:
-        self._require_model(request.path_params["model"])
-        return _json(self._model_json())
-
-    def _model_json(self) -> Json:
-        name, length = self._settings.model, self._lm.config.max_context
-        fields = {"object": "model", "created": self._created, "owned_by": "tca-jax", "max_model_len": length}
-        return {"id": name, **fields}
-
-    def _require_model(self, name: str | None) -> None:
-        known = name in (None, self._settings.model)
-        text = f"model = {json.dumps(name)}: must be {self._settings.model}"
-        require_field(known, "model", text, status=404, code="model_not_found")
-
-    # Documents
+    def _model(self, name: str | None = None) -> Json:
+        """The model, by its name."""
+        known, own = self._settings.model, {"created": self._created, "max_model_len": self._lm.config.max_context}
+        text = f"model = {json.dumps(name)}: must be {known}"
+        require_field(name in (None, known), "model", text, status=404, code="model_not_found")
+        return {"id": known, "object": "model", "owned_by": "tca-jax", **own}
 
     async def _upload(self, request: Request) -> Response:
         content_type = request.headers.get("content-type", "")
         wanted = protocol.read_request(protocol.DocumentRequest, await self._body(request), content_type)
         document = await run_in_threadpool(self._encoder.upload, wanted)
-        return _json(protocol.document_json(self._engine.document(document)), 201)
+        return _json(document_json(self._engine.document(document)), 201)
 
-    async def _documents(self, request: Request) -> Response:
-        return _json({"object": "list", "data": list(map(protocol.document_json, self._engine.documents()))})
-
-    async def _document(self, request: Request) -> Response:
-        return _json(protocol.document_json(self._engine.document(request.path_params["document"])))
-
-    async def _delete(self, request: Request) -> Response:
-        document = request.path_params["document"]
+    async def _delete(self, request: Request) -> Json:
+        document = request.path_params["id"]
         await run_in_threadpool(self._engine.forget, document)
-        return _json({"id": document, "object": "document.deleted", "deleted": True})
+        return {"id": document, "object": "document.deleted", "deleted": True}
 
     # Answers
 
     async def _chat(self, request: Request) -> Response:
         wanted = protocol.read_request(ChatRequest, await self._body(request))
-        self._require_model(wanted.model)
+        self._model(wanted.model)
         mask = None
         if (schema := wanted.response_format.schema_of_answer) is not None:
             async with self._compiling:
@@ -187,7 +170,7 @@ class Server:
 
     async def _complete(self, request: Request) -> Response:
         wanted = protocol.read_request(CompletionRequest, await self._body(request))
-        self._require_model(wanted.model)
+        self._model(wanted.model)
         encode = functools.partial(self._encoder.complete, document=wanted.document)
         prompts = await run_in_threadpool(lambda: list(map(encode, wanted.prompt)))
         return await self._answer(request, wanted, prompts, protocol.Text)
@@ -200,8 +183,14 @@ class Server:
         kind: type[protocol.Chat],
         mask: Callable[[], Mask] | None = None,
     ) -> Response:
-        asked = [(each, protocol.generation_config(wanted, self._max_tokens(wanted, each))) for each in prompts]
-        answers, form = await self._answers.begin(asked, wanted.n, mask), kind(self._settings.model, self._lm.tokenizer)
+        configs = [protocol.generation_config(wanted, self._max_tokens(wanted, each)) for each in prompts]
+        rows, held = len(prompts) * wanted.n, sum(each.rows for each in self._metrics.open)
+        most = self._settings.max_rows
+        require_field(rows <= most, "n", f"n = {rows} answers: at most {most} may wait or be written")
+        busy = f"{held} answers wait or are written, and {rows} more are requested: at most {most} may; try again later"
+        require_field(held + rows <= most, None, busy, status=429, code="rate_limit_exceeded")
+        answers, form = Answers(self._metrics, rows, wanted.n), kind(self._settings.model, self._lm.tokenizer)
+        await answers.begin(self._engine, list(zip(prompts, configs, strict=True)), mask)
         if wanted.stream:
             return _Events(self._events(answers, form, wanted.stream_options.include_usage), answers)
         gone = asyncio.ensure_future(_close_when_gone(request, answers))
@@ -238,7 +227,7 @@ class Server:
 
     def close(self) -> None:
         """Ends all answers that are being written; their clients get an error."""
-        for answers in self._answers.open:
+        for answers in self._metrics.open:
             answers.cancel()
 
 

@@ -111,8 +111,8 @@ def ends(stream):
     [
         (read, "begin_program", ()),
         (read, "layer_program", (4,)),
-        (serve_pages, "fork", ()),
-        (serve_pages, "fork", (1,)),
+        (serve_pages, "begin", ()),
+        (serve_pages, "begin", (1,)),
         (extend, "_feed_program", (3,)),
         (serve_pages, "admit", (1,)),
         (serve_pages, "step", ()),
