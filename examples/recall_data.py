@@ -17,7 +17,7 @@ from zoo_tasks import DRAWS, hide
 from tca_jax.lab.recall import TASKS, Question
 from tca_jax.lab.recall.corpus import corpus
 from tca_jax.lab.recall.facts import draw_keys
-from tca_jax.lab.recall.protocols import PREAMBLES, asked
+from tca_jax.lab.recall.tasks import PREAMBLES, asked
 
 BOS, EOS, PAD, USER, ASSISTANT = 256, 257, 258, 259, 260  # ids 0 to 255 are the bytes
 VOCAB_SIZE = 264  # a multiple of 8; the last ids are unused

@@ -16,7 +16,7 @@ from jax import Array
 import tca_jax
 from tca_jax import methods
 from tca_jax.lab import recall
-from tca_jax.lab.recall.protocols import completion
+from tca_jax.lab.recall.tasks import completion
 
 BYTES = 1152  # of a document; with a question about 1250 tokens, for the model reads bytes
 TASKS = ("digits", "words", "keys", "digits")

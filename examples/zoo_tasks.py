@@ -17,7 +17,7 @@ from tca_jax.lab.recall import TASKS, Question
 from tca_jax.lab.recall.documents import Document
 from tca_jax.lab.recall.documents import hide as hide_anywhere
 from tca_jax.lab.recall.facts import KINDS, NOUNS, Fact, draw_fact, draw_keys, similar_keys
-from tca_jax.lab.recall.protocols import completion
+from tca_jax.lab.recall.tasks import completion
 
 Draw = Callable[[np.random.Generator, str, Iterator[str]], Question]  # as the values of `recall.TASKS`
 

@@ -23,7 +23,7 @@ from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Task
 from tca_jax.lab.evaluation.sources import Sources, digest
 from tca_jax.lab.evaluation.text_tasks import TextTask
 from tca_jax.lab.evaluation.tuning import Tuning, tune
-from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
+from tca_jax.lab.recall.tasks import EVALUATION_PROTOCOLS
 from tca_jax.methods.registry import describe_method
 
 AnyTask = Task | TextTask

@@ -9,8 +9,7 @@ from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Prompt, Sample, 
 from tca_jax.lab.recall import TASKS as RECALL_TASKS
 from tca_jax.lab.recall import Document, is_correct
 from tca_jax.lab.recall.documents import draw_documents
-from tca_jax.lab.recall.protocols import WITH_LEAD, asked
-from tca_jax.lab.recall.tasks import ANSWER_TOKENS
+from tca_jax.lab.recall.tasks import ANSWER_TOKENS, WITH_LEAD, asked
 
 _LEAST_BYTES = 3500  # that the facts of all tasks may take
 _SEED = 2  # the questions of the shipped model's card

@@ -15,7 +15,7 @@ import numpy as np
 from tca_jax.errors import require
 from tca_jax.files import replacing
 from tca_jax.lab.benchmarks.common import markdown
-from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
+from tca_jax.lab.recall.tasks import EVALUATION_PROTOCOLS, LATE_PREFIX
 from tca_jax.models.json_object import read_json_object
 
 Record = Mapping[str, Any]

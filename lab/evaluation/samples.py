@@ -17,7 +17,7 @@ from tca_jax.engine.prompts import DocumentTemplate, Encoder, bucket_length, enc
 from tca_jax.engine.request import Request
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
-from tca_jax.lab.recall.protocols import LATE_PREFIX, READ_FIRST, WITH_LEAD
+from tca_jax.lab.recall.tasks import LATE_PREFIX, READ_FIRST, WITH_LEAD
 from tca_jax.methods.full import BASELINE
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.numerics import cdiv

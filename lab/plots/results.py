@@ -12,7 +12,7 @@ from tca_jax.errors import UserError, require
 from tca_jax.lab.benchmarks.models import CONFIGS
 from tca_jax.lab.plots.curves import Point
 from tca_jax.lab.plots.figures import PathLike
-from tca_jax.lab.recall.protocols import PROTOCOLS
+from tca_jax.lab.recall.tasks import PROTOCOLS
 from tca_jax.models.json_object import read_json_object
 
 #: Stages of a call.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tca_jax.lab.recall.documents import Document, build_document
-from tca_jax.lab.recall.protocols import PROTOCOLS, is_correct
-from tca_jax.lab.recall.tasks import TASKS, Question, draw_question
+from tca_jax.lab.recall.tasks import PROTOCOLS, TASKS, Question, draw_question, is_correct
 
 __all__ = ["PROTOCOLS", "TASKS", "Document", "Question", "build_document", "draw_question", "is_correct"]

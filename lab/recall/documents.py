@@ -12,8 +12,7 @@ import numpy as np
 from tca_jax.errors import require
 from tca_jax.lab.recall.corpus import corpus, line_starts
 from tca_jax.lab.recall.facts import Fact, draw_keys
-from tca_jax.lab.recall.protocols import completion
-from tca_jax.lab.recall.tasks import TASKS, Question, draw_question
+from tca_jax.lab.recall.tasks import TASKS, Question, completion, draw_question
 
 
 @dataclasses.dataclass(frozen=True)

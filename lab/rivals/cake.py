@@ -24,7 +24,7 @@ from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.engine.prompts import Prompt
 from tca_jax.errors import check_integer, check_not_negative, check_number, require
 from tca_jax.lab.rivals.compression import over_heads, rival
-from tca_jax.lab.rivals.last_attention import last_attention
+from tca_jax.lab.rivals.scores import last_attention
 from tca_jax.lab.rivals.snapkv import ObservingCache
 from tca_jax.lab.rivals.tables import check_finite, encode_texts
 from tca_jax.layer_passes import TextPass, attention_program

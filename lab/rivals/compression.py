@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.errors import check_geometry, check_integer, check_number, require
-from tca_jax.lab.rivals.ranks import highest, ordered, threshold, total
+from tca_jax.lab.rivals.scores import highest, ordered, threshold, total
 from tca_jax.methods.base import CachePolicy, Heads, Layer, Method, PrefillPolicy
 from tca_jax.methods.full import FullCache, FullPrefill
 from tca_jax.methods.regions import Selection

@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.errors import check_integer, check_not_negative, check_number
 from tca_jax.lab.rivals.compression import rival
-from tca_jax.lab.rivals.last_attention import diagonal_sums, last_attention
-from tca_jax.lab.rivals.ranks import covering, highest
+from tca_jax.lab.rivals.scores import covering, diagonal_sums, highest, last_attention
 from tca_jax.methods.base import Heads, Layer, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask

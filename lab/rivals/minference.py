@@ -20,8 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tca_jax.errors import UserError, check_integer, check_number, require
 from tca_jax.lab.rivals.compression import rival
-from tca_jax.lab.rivals.last_attention import diagonal_sums, last_attention
-from tca_jax.lab.rivals.ranks import highest
+from tca_jax.lab.rivals.scores import diagonal_sums, highest, last_attention
 from tca_jax.lab.rivals.tables import check_query_heads, of_layer
 from tca_jax.methods.base import Heads, Layer, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums

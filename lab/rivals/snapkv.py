@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32, Int
 
 from tca_jax.errors import check_integer, require, require_name
 from tca_jax.lab.rivals.compression import PromptCompression, rival
-from tca_jax.lab.rivals.last_attention import last_attention
+from tca_jax.lab.rivals.scores import last_attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from tca_jax.lab.rivals.compression import Inputs, PromptCompression, Scores, rival
-from tca_jax.lab.rivals.last_attention import last_attention
+from tca_jax.lab.rivals.scores import last_attention
 
 
 @dataclasses.dataclass(frozen=True)

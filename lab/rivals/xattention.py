@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.errors import check_integer, check_number, is_finite_number, require
 from tca_jax.lab.rivals.compression import rival
-from tca_jax.lab.rivals.ranks import covering
+from tca_jax.lab.rivals.scores import covering
 from tca_jax.lab.rivals.tables import check_query_heads, numbers_by_head, of_layer
 from tca_jax.methods.base import Heads, Layer
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed

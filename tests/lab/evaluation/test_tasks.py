@@ -14,7 +14,7 @@ from tca_jax.lab.evaluation import recall_tasks, ruler, text_tasks
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing
 from tca_jax.lab.evaluation.sources import Sources, load_words
 from tca_jax.lab.recall.documents import draw_documents
-from tca_jax.lab.recall.protocols import PREAMBLES, completion
+from tca_jax.lab.recall.tasks import PREAMBLES, completion
 from tca_jax.loading import open_checkpoint
 
 RULER = {task.name: task for task in ruler.TASKS}

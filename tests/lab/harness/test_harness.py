@@ -9,7 +9,7 @@ from tiny import write_checkpoint
 
 import tca_jax
 from tca_jax.lab import recall
-from tca_jax.lab.recall.protocols import completion
+from tca_jax.lab.recall.tasks import completion
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'lm-eval[ruler,longbench]'")
 datasets = pytest.importorskip("datasets")

@@ -9,8 +9,7 @@ from tca_jax.lab.recall import PROTOCOLS, TASKS, build_document, draw_question
 from tca_jax.lab.recall.corpus import HELD_OUT_MODULES, corpus, source_files
 from tca_jax.lab.recall.documents import draw_documents
 from tca_jax.lab.recall.facts import Fact, draw_keys
-from tca_jax.lab.recall.protocols import PREAMBLES, completion, is_correct
-from tca_jax.lab.recall.tasks import ANSWER_TOKENS, Question
+from tca_jax.lab.recall.tasks import ANSWER_TOKENS, PREAMBLES, Question, completion, is_correct
 from tca_jax.loading import checkpoint_folder
 
 EVERY_TASK = tuple(TASKS)

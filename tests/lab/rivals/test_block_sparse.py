@@ -13,7 +13,7 @@ from cases import poison, qkv
 from sparse_prefill import ORACLES
 
 from tca_jax import methods
-from tca_jax.lab.rivals.ranks import covering, highest
+from tca_jax.lab.rivals.scores import covering, highest
 from tca_jax.methods.base import Heads
 
 LENGTHS = (290, 40, 128)

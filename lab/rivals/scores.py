@@ -1,4 +1,7 @@
-"""The highest values of rows, numbers as data: a search for the least of them bit by bit, without sorting."""
+"""Attention of a prompt's last queries, and the highest of many values.
+
+How many are highest is data: the least of them is found bit by bit, nothing is sorted.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
+
+from tca_jax.pallas_kernels.numerics import scaled_scores
 
 
 def highest(
@@ -64,3 +69,25 @@ def _first(
     """All keys above the least, and of those equal to it the first `room(tied, above)`."""
     above, tied = keys > least, (keys == least) & (keys > 0)
     return above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room(tied, above)))
+
+
+def last_attention(
+    q: Float[Array, "B O G d"], k: Float[Array, "B L d"], lengths: Int[Array, " B"]
+) -> Float32[Array, "B G O L"]:
+    """Causal attention of the last O queries of a KV head's group; 0 for queries at negative positions."""
+    queries = q.shape[1]
+    places = lengths[:, None, None] - queries + jnp.arange(queries)[:, None]  # [B, O, 1]
+    seen = (jnp.arange(k.shape[1]) <= places)[:, None]
+    return jax.nn.softmax(scaled_scores("bogd,bld->bgol", q, k), axis=-1, where=seen)
+
+
+def diagonal_sums(attention: Float32[Array, "B G O L"], lengths: Int[Array, " B"]) -> Float32[Array, "B G L"]:
+    """Sums along the diagonals: entry o adds up the attention of the last queries on the token o before each."""
+    *lead, queries, length = attention.shape
+    # Counted back from the row's last token, query a sees the token o before its own at u = o + (O - 1 - a): rows
+    # shifted right by their number line up.
+    places = (lengths[:, None] - 1 - jnp.arange(length))[:, None, None]
+    reversed_ = jnp.where(places >= 0, jnp.take_along_axis(attention, jnp.maximum(places, 0), axis=-1), 0)
+    flat = jnp.pad(reversed_, [(0, 0)] * (len(lead) + 1) + [(0, queries)]).reshape(*lead, -1)
+    shifted = flat[..., : queries * (length + queries - 1)].reshape(*lead, queries, length + queries - 1)
+    return shifted.sum(axis=-2)[..., queries - 1 :]
