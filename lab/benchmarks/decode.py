@@ -16,14 +16,11 @@ from jaxtyping import Array
 
 import tca_jax
 from tca_jax.cli.options import BackendOption, KVOption
-from tca_jax.engine.cache import CacheLayout, kept_of_prompt
-from tca_jax.engine.lm import KV
 from tca_jax.engine.pages import Rows
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
-from tca_jax.methods.base import CachePolicy
-from tca_jax.models.config import ModelConfig
-from tca_jax.pallas_kernels.kv import CODES, encode, num_bytes
+from tca_jax.methods.base import Method
+from tca_jax.pallas_kernels.kv import num_bytes
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 
@@ -31,7 +28,7 @@ STEPS = 32  # of one program: launch latency stays out of the time
 _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
 
 NOTE = (
-    "Random caches behind a prompt of `tokens`; `attended`: share of all tokens that a step reads. {steps} dependent "
+    "Caches of random prompts of `tokens`; `attended`: share of all tokens that a step reads. {steps} dependent "
     "steps over copies of the cache that do not fit L2, less the same program without attention. `over floor`: over "
     "the same bytes at the rate of a device copy, {copied:,.0f} GB/s. Medians over {repeats} rounds; `speed-up` is "
     "over full attention with the same `KV`, `error` relative to the XLA oracle. {shares}"
@@ -43,72 +40,34 @@ class Plan:
     """The cache of a layer after a prompt, before it is made."""
 
     model: str
-    config: ModelConfig
     name: str  # of the attention
-    policy: CachePolicy
+    method: Method
     rows: int
     tokens: int  # of the prompt
-    kv: Any  # dtype of keys and values
+    kv: str | None  # what keys and values are stored in, as for `tca_jax.load`
 
-    @functools.cached_property
-    def layout(self) -> CacheLayout:
-        return CacheLayout.plan(self.policy, 1, self.config.num_kv_heads, self.rows, self.tokens, 1)
+    def make(self, tokens: int) -> Rows:
+        """Rows that have read all tokens of random prompts but the last; of the model's KV heads alone."""
+        heads, small = shapes.CONFIGS[self.model].num_kv_heads, {"hidden_size": 64, "intermediate_size": 64}
+        sizes = {"num_layers": 1, "num_heads": heads, "vocab_size": 256, "max_positions": tokens, **small}
+        lm = shapes.random_model(self.model, sizes=sizes, dtype="bfloat16", kv=self.kv).with_method(self.method)
+        prompts = np.random.default_rng(tokens).integers(0, 256, (self.rows, tokens - 1))
+        return tca_jax.prefill(lm, list(prompts)).rows
 
-    @functools.cached_property
-    def kept(self) -> np.ndarray:
-        """Tokens that each KV head keeps of the prompt, `[H_kv]`."""
-        return kept_of_prompt(self.policy, 0, self.tokens, self.config.num_kv_heads)
-
-    @property
-    def attended(self) -> int:
-        """Tokens that a step reads over all rows and KV heads: kept tokens, window and the new token."""
-        return self.rows * int(self.kept.sum() + (min(self.tokens, self.policy.window) + 1) * self.kept.size)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.layout.num_bytes(self.config.head_dim, self.kv)
-
-    def make(self, seed: int) -> Rows:
-        """Rows of random keys and values that hold all that they can keep of the prompt."""
-        layout, (heads,) = self.layout, self.kept.shape
-        rows = Rows.create(
-            1,
-            self.rows,
-            heads,
-            pages=layout.num_pages,
-            columns=layout.kept_columns[0],
-            window_pages=layout.num_window_pages,
-            mean_pages=None,
-            page_size=layout.block_size,
-            head_dim=self.config.head_dim,
-            dtype=self.kv,
-        )
-        wide = jnp.bfloat16 if jnp.dtype(self.kv) == CODES else self.kv
-        keys = jax.random.split(jax.random.key(seed))
-        k, v = (encode(common.random_normal(key, rows.k.shape, wide), rows.k) for key in keys)
-        kept = jnp.asarray(np.tile(self.kept, (1, self.rows, 1)), jnp.int32)
-        kept_pages, free = rows.free.take(-(-kept // rows.page_size), rows.columns, rows.num_pages)
-        blocks = jnp.full((1, self.rows, rows.window_pages), heads)  # pages of a block side by side, as the engine's
-        window, free = free.take(blocks, heads, rows.num_pages)
-        start = max(0, self.tokens // rows.page_size - (rows.window_pages - 1)) * rows.page_size
-        return dataclasses.replace(
-            rows,
-            k=k,
-            v=v,
-            free=free,
-            pages=jnp.concatenate([kept_pages, window.swapaxes(-1, -2)], axis=-1),
-            kept=kept,
-            start=jnp.full_like(rows.start, start),
-            length=jnp.full_like(rows.length, self.tokens),
-        )
-
-    def row(self, seconds: float, copied: float) -> common.Row:
+    def row(self, rows: Rows, seconds: float, copied: float) -> common.Row:
         """Columns of a step that takes `seconds`; `copied` is the rate of the floor."""
-        read = 2 * num_bytes(self.attended, self.config.head_dim, self.kv)
-        attended = self.attended / (self.rows * self.kept.size * (self.tokens + 1))
+        heads, (dim, dtype) = rows.kept.shape[-1], (rows.k.shape[-1], rows.k.dtype)
+        attended = int(rows.kept.sum()) + heads * int((rows.length - rows.start + 1).sum())
+        read = 2 * num_bytes(attended, dim, dtype)
         row = {"model": self.model, "rows": self.rows, "tokens": self.tokens, "attention": self.name}
-        row |= {"KV": jnp.dtype(self.kv).name, "attended": attended, "KV MB": self.num_bytes / 1e6}
+        row |= {"KV": dtype.name, "attended": attended / (self.rows * heads * self.tokens)}
+        row["KV MB"] = cache_bytes(rows) / 1e6
         return row | {"ms": 1e3 * seconds, "GB/s": read / seconds / 1e9, "over floor": seconds * copied / read}
+
+
+def cache_bytes(rows: Rows) -> int:
+    """Bytes of keys and values."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((rows.k, rows.v)))
 
 
 def attend(q: Array, rows: Rows, window: int, backend: Any) -> Array:
@@ -128,32 +87,30 @@ def run_steps(backend: Any, window: int, q: Array, rotation: Array, caches: Sequ
 def measure(plans: Sequence[Plan], backend: str, copied: float, repeats: int) -> list[common.Row]:
     """A row for each plan; their caches must fit together."""
     q, rotation = _queries(plans[0])
-    empty = jax.jit(functools.partial(run_steps, backend, plans[0].policy.window))
+    empty = jax.jit(functools.partial(run_steps, backend, plans[0].method.cache.window))
     calls: dict[Any, Callable[[], Any]] = {"empty": functools.partial(empty, q, rotation, ())}
-    for plan in plans:
-        cache, copies = plan.make(seed=plan.tokens), min(STEPS, cdiv(_PAST_L2_BYTES, plan.num_bytes)) - 1
-        caches = (cache, *(jax.tree.map(jnp.copy, cache) for _ in range(copies)))
-        program = jax.jit(functools.partial(run_steps, backend, plan.policy.window))
+    made = [plan.make(plan.tokens) for plan in plans]
+    for plan, rows in zip(plans, made, strict=True):
+        copies = min(STEPS, cdiv(_PAST_L2_BYTES, cache_bytes(rows))) - 1
+        caches = (rows, *(jax.tree.map(jnp.copy, rows) for _ in range(copies)))
+        program = jax.jit(functools.partial(run_steps, backend, plan.method.cache.window))
         calls[plan.name, plan.kv] = functools.partial(program, q, rotation, caches)
     seconds = common.time_in_turns(calls, repeats)
     net = {name: (each - seconds["empty"]) / STEPS for name, each in seconds.items()}
     found = []
-    for plan in plans:
-        step = net[plan.name, plan.kv]
-        shorter = dataclasses.replace(plan, tokens=min(plan.tokens, common.CHECKED_TOKENS))
-        of_backend = functools.partial(
-            jax.jit(attend, static_argnums=(2, 3)), q, shorter.make(seed=1), plan.policy.window
-        )
-        error = common.agreement(backend, of_backend)
-        found.append({**plan.row(step, copied), "speed-up": net["full", plan.kv] / step, "error": error})
+    for plan, rows in zip(plans, made, strict=True):
+        step, shorter = net[plan.name, plan.kv], plan.make(min(plan.tokens, common.CHECKED_TOKENS))
+        run = functools.partial(jax.jit(attend, static_argnums=(2, 3)), q, shorter, plan.method.cache.window)
+        found.append({**plan.row(rows, step, copied), "speed-up": net["full", plan.kv] / step})
+        found[-1]["error"] = common.agreement(backend, run)
     return found
 
 
 def _queries(plan: Plan) -> tuple[Array, Array]:
     """Queries `[B, H_q, d]` and a rotation `[d, d]`, bfloat16."""
-    dim = plan.config.head_dim
-    orthogonal, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((dim, dim)))
-    q = common.random_normal(jax.random.key(0), (plan.rows, plan.config.num_heads, dim), jnp.bfloat16)
+    config = shapes.CONFIGS[plan.model]
+    orthogonal, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((config.head_dim, config.head_dim)))
+    q = common.random_normal(jax.random.key(0), (plan.rows, config.num_heads, config.head_dim), jnp.bfloat16)
     return q, jnp.asarray(orthogonal, jnp.bfloat16)
 
 
@@ -182,12 +139,10 @@ def main(
     copied = common.copy_rate(repeats)
     note = NOTE.format(steps=STEPS, copied=copied / 1e9, repeats=repeats, shares=shapes.describe_shares(config))
     results = common.Results(out, name, "Decoding", note)
-    dtypes = [jnp.dtype(jnp.bfloat16), *([] if kv is None else [KV[kv]])]
     for model, batch, length in itertools.product(models, rows or [1, 8], lengths):
-        shape = shapes.CONFIGS[model]
-        tested = shapes.named_methods(config, shares, shape.num_kv_heads)
-        kinds = itertools.product(tested.items(), dtypes)
-        plans = [Plan(model, shape, label, method.cache, batch, length, dtype) for (label, method), dtype in kinds]
+        tested = shapes.named_methods(config, shares, shapes.CONFIGS[model].num_kv_heads)
+        kinds = itertools.product(tested.items(), dict.fromkeys([None, kv]))
+        plans = [Plan(model, label, method, batch, length, each) for (label, method), each in kinds]
         timed = functools.partial(measure, plans, backend, copied, repeats)
         for row in common.fitted(timed, f"a layer of {model}, {batch} rows, {length:,} tokens") or ():
             results.add("Attention of one layer", row)

@@ -186,7 +186,7 @@ def main(
         options |= {part: "fp8" if stored in (part, "both") else None for part in ("weights", "kv")}
         if shares and (shape := shapes.CONFIGS.get(model)):
             options["policy"] = shares[-1].method(config, shape.num_kv_heads, shape.num_layers).cache
-        options["max_positions"] = max(lengths) + new_tokens + QUESTION_TOKENS
+        options["sizes"] = {"max_positions": max(lengths) + new_tokens + QUESTION_TOKENS}
         opened = functools.partial(shapes.open_model, model, profile, **options)
         if (lm := common.fitted(opened, f"the weights of {model}, {stored} in fp8")) is None:
             continue

@@ -166,15 +166,18 @@ def open_model(name: str, profile: str | None = None, **options: Any) -> LM:
 def random_model(
     name: str,
     *,
-    max_positions: int | None = None,
+    sizes: Mapping[str, Any] = MappingProxyType({}),
     mesh: Mesh | None = None,
     policy: CachePolicy | None = None,
     dtype: str | None = None,
     weights: str | None = None,
     kv: str | None = None,
 ) -> LM:
-    """A model with normal(0.02) weights, no tokenizer and no stop token; devices share KV heads as `policy` needs."""
-    config = dataclasses.replace(CONFIGS[name], max_positions=max_positions or CONFIGS[name].max_positions)
+    """A model with normal(0.02) weights, no tokenizer and no stop token; devices share KV heads as `policy` needs.
+
+    `sizes` are other fields of its config.
+    """
+    config = dataclasses.replace(CONFIGS[name], **sizes)
     if mesh is not None:
         check_mesh(mesh, config, name)
     wide = jnp.dtype(dtype or config.dtype_name)
@@ -189,8 +192,8 @@ def random_model(
     decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(drawn))
     orders = None
     if mesh is not None and policy is not None:
-        sizes = config.num_layers, config.num_kv_heads, axis_size(mesh, MODEL), config.max_context
-        orders = balanced_orders(policy, *sizes)
+        shards = axis_size(mesh, MODEL)
+        orders = balanced_orders(policy, config.num_layers, config.num_kv_heads, shards, config.max_context)
     lm = LM.from_decoder(decoder, mesh=mesh, head_orders=orders, name=name, kv=kv)
     return dataclasses.replace(lm, checkpoint_fingerprint="random weights")
 

@@ -271,8 +271,8 @@ def main(
     require(not profile or model not in shapes.CONFIGS, random_weights)
     if minutes:  # a row's tokens must not depend on the number of rows
         jax.config.update("jax_default_matmul_precision", "highest")
-    positions = max(load.tokens, load.prompt_tokens) + load.room
-    lm = shapes.open_model(model, profile, max_positions=positions, dtype="float32" if minutes else None)
+    positions = {"max_positions": max(load.tokens, load.prompt_tokens) + load.room}
+    lm = shapes.open_model(model, profile, sizes=positions, dtype="float32" if minutes else None)
     shares = shares or ([] if profile else [shapes.Share(0.25), shapes.Share(0.1)])
     sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
     tested = shapes.named_methods(config, shares, *sizes_of_model, profile=lm.method if profile else None)
