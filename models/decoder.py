@@ -169,23 +169,40 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B L D"],
         cos: Float[Array, "B L half"],
         sin: Float[Array, "B L half"],
-        attend: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
+        attention: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
         state: Any,
     ) -> tuple[Float[Array, "B L D"], Any]:
-        """The new residual stream and state; `attend(q, k, v, state)` returns the attention and the new state."""
+        """The new residual stream and state; `attention(q, k, v, state)` returns the attention and the new state."""
+        out, state = self.attend(x, cos, sin, attention, state)
+        return self.after_attention(x, out), state
+
+    def attend(
+        self,
+        x: Float[Array, "B L D"],
+        cos: Float[Array, "B L half"],
+        sin: Float[Array, "B L half"],
+        attention: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
+        state: Any,
+    ) -> tuple[Float[Array, "B L Hq d"], Any]:
+        """The first half of the layer: attention's output, and the new state."""
 
         def project(x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
             return self.attention.project(self.attention_norm(x), cos, sin)
 
-        def after_attention(x: Array, out: Array) -> Array:
+        projections = by_chunks(project, self.chunks, x, cos, sin)
+        with jax.named_scope("attention"):
+            out, state = attention(*projections, state)
+        return out.astype(x.dtype), state
+
+    def after_attention(self, x: Float[Array, "B L D"], out: Float[Array, "B L Hq d"]) -> Float[Array, "B L D"]:
+        """The second half: the new residual stream, from the old one and attention's output."""
+
+        def function(x: Array, out: Array) -> Array:
             x = x + self.attention.output(out)
             with jax.named_scope("mlp"):
                 return x + self.mlp(self.mlp_norm(x))
 
-        q, k, v = by_chunks(project, self.chunks, x, cos, sin)
-        with jax.named_scope("attention"):
-            out, state = attend(q, k, v, state)
-        return by_chunks(after_attention, self.chunks, x, out.astype(x.dtype)), state
+        return by_chunks(function, self.chunks, x, out)
 
 
 class Decoder(nnx.Module):

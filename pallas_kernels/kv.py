@@ -89,7 +89,7 @@ Stored = Array | EightBits
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "table", "kept", "start", "end", "bias"],
+    data_fields=["k", "v", "table", "kept", "start", "end", "bias", "first_row"],
     meta_fields=["kept_columns"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -110,19 +110,32 @@ class Pages:
     kept_columns: int  # entries for pages of kept tokens, C; static
     # Added to the logits of kept tokens, in their order, at least -1e30, float32 `[B, Hkv, C b]`; None for zeros.
     bias: Float32[Array, "B Hkv n"] | None = None
+    # Number of this cache's first row in `table`, `kept` and `bias`, which may have rows of others, such as those of
+    # all layers; int32 scalar. Nothing is copied.
+    first_row: Int[Array, ""] | None = None
 
     @property
     def page_size(self) -> int:
         """Tokens of a page, b."""
         return self.k.shape[1]
 
+    def sliced(self) -> Pages:
+        """The same cache without other rows."""
+        first, count = self.first_row, len(self.start)
+        if first is None:
+            return self
+        parts = self.table, self.kept, self.bias
+        table, kept, bias = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), parts)
+        return dataclasses.replace(self, table=table, kept=kept, bias=bias, first_row=None)
+
 
 def check_pages(arrays: Mapping[str, tuple[Any, str]], caches: tuple[Pages, ...], *, window: int) -> dict[str, int]:
     """Checks arrays, as `checks.check_shapes` does, and pages against them; returns the size of every dimension."""
     sizes = check_shapes(arrays)
     for i, cache in enumerate(caches):
-        own = {name: size for name, size in sizes.items() if name not in ("P", "T", "R")}
-        for name, dims in (("k", "P b d"), ("v", "P b d"), ("table", "R Hkv T"), ("kept", "R Hkv")):
+        own = {name: size for name, size in sizes.items() if name not in ("P", "T", "R", "A")}
+        rows = "R" if cache.first_row is None else "A"
+        for name, dims in (("k", "P b d"), ("v", "P b d"), ("table", f"{rows} Hkv T"), ("kept", f"{rows} Hkv")):
             own = check_shape(f"caches[{i}].{name}", getattr(cache, name), dims, own)
         for name in ("start", "end"):
             own = check_shape(f"caches[{i}].{name}", getattr(cache, name), "R", own)

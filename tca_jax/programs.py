@@ -6,18 +6,23 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 # Programs that a process keeps. XLA maps hundreds of pieces of memory for each program of a CPU, and Linux allows a
 # process 65,530.
 _MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 
+_NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}  # launches in a graph, at least
 _OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
 _kept: dict[tuple[Hashable, ...], Any] = {}  # least recently used first
+_compiling: dict[tuple[Hashable, ...], Future[Any]] = {}
+_compilers = ThreadPoolExecutor(4, thread_name_prefix="tca-jax-compile")
 _lock = threading.Lock()  # several threads may compile at once
 
 
@@ -29,10 +34,12 @@ class Program:
         function: What to compile; its keyword arguments are static. If it has a method `place`, its first argument is a
             model, over whose mesh it runs, and `place(lm, args)` puts the others there (`engine.mesh.OverMesh`).
         donate: Positions of arguments whose buffers the program may overwrite.
+        one_layer: Whether it is called with another layer's weights each time. XLA then does not record its launches in
+            CUDA graphs: to update a graph with other addresses takes longer than the launches.
     """
 
-    def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> None:
-        self.function, self._donate = function, donate
+    def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = (), *, one_layer: bool = False) -> None:
+        self.function, self._donate, self._one_layer = function, donate, one_layer
 
     def prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         """Compiles for these arguments, or for their shapes (`results_of`), unless that was done before.
@@ -52,30 +59,65 @@ class Program:
         """Calls the executable, which is compiled first unless that was done before."""
         return self.prepare(*args, **static)[0](*args)
 
-    def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
+    def compile_ahead(self, *args: Any, **static: Any) -> Any:
+        """Traces the function for these arguments, or shapes, and has a thread compile it; `prepare` waits for it.
+
+        Returns:
+            Shapes of its results; None if it has been compiled.
+        """
+        key = self._key(args, static)
+        with _lock:
+            if key in _kept:
+                return None
+        lowered = self._lower(args, static)
+        with _lock:
+            if key not in _kept and key not in _compiling:
+                _compiling[key] = _compilers.submit(lowered.compile)
+        return jax.tree.map(_shape, lowered.out_info)
+
+    def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> tuple[Hashable, ...]:
         leaves, structure = jax.tree.flatten(args)
-        shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-        key = (self, structure, shapes, tuple(sorted(static.items())), _OPTIONS.jax_default_matmul_precision)
+        shapes = tuple((jax.typeof(leaf), _sharding(leaf)) for leaf in leaves)
+        return (self, structure, shapes, tuple(sorted(static.items())), _OPTIONS.jax_default_matmul_precision)
+
+    def _lower(self, args: Sequence[Any], static: Mapping[str, Any]) -> Any:
+        function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives
+        options = _NO_GRAPHS if self._one_layer and jax.default_backend() == "gpu" else None
+        jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate, compiler_options=options)
+        return jitted.lower(*args, **static)
+
+    def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
+        key, start = self._key(args, static), time.perf_counter()
         with _lock:
             if (executable := _kept.pop(key, None)) is not None:
                 _kept[key] = executable
                 return executable, 0.0
-        start = time.perf_counter()
-        function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives
-        jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate)
-        executable = jitted.lower(*args, **static).compile()
+            ahead = _compiling.get(key)
+        executable = self._lower(args, static).compile() if ahead is None else ahead.result()
         seconds = time.perf_counter() - start
         with _lock:
+            _compiling.pop(key, None)
             _kept[key] = executable
             while len(_kept) > (_MOST_ON_CPU if jax.default_backend() == "cpu" else _MOST_PROGRAMS):
                 del _kept[next(iter(_kept))]
         return executable, seconds
 
 
+def _sharding(leaf: Any) -> Any:
+    """Of an array on a mesh; None for one on a single device, and for its shape."""
+    sharding = getattr(leaf, "sharding", None)
+    return None if isinstance(sharding, SingleDeviceSharding) else sharding
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
 def forget_programs() -> None:
     """Drops all programs; each is compiled again when it is next needed."""
     with _lock:
         _kept.clear()
+        _compiling.clear()
 
 
 class _Placing:

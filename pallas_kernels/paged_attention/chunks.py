@@ -43,12 +43,19 @@ class PageRefs(NamedTuple):
     start: Any  # position of the window's first token `[R]`
     end: Any  # position past its last `[R]`
     bias: Any = None  # of kept tokens `[R Hkv, n]`
+    first_row: Any = None  # row of `table`, `kept` and `bias` where the cache's begin `[1]`; None: the first
 
     @classmethod
     def of(cls, cache: Pages) -> PageRefs:
         """A cache's arrays."""
         bias = None if cache.bias is None else cache.bias.reshape(-1, cache.bias.shape[-1])
-        return cls(cache.k, cache.v, cache.table.reshape(-1), cache.kept.reshape(-1), cache.start, cache.end, bias)
+        first = None if cache.first_row is None else cache.first_row.reshape(1)
+        table, kept = cache.table.reshape(-1), cache.kept.reshape(-1)
+        return cls(cache.k, cache.v, table, kept, cache.start, cache.end, bias, first)
+
+    def row(self, number: Array) -> Array:
+        """Row of `table`, `kept` and `bias` of a row of the cache."""
+        return number if self.first_row is None else number + self.first_row[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +98,7 @@ class ChunkPlan:
         """The plan for `queries` queries in each of `batch` rows."""
         kv_heads, page = caches[0].table.shape[1], caches[0].page_size
         regions, tiles_of_rows = batch * kv_heads, cdiv(queries * group, config.queries)
-        tables = tuple(TableShape(batch // c.table.shape[0], c.table.shape[2], c.kept_columns) for c in caches)
+        tables = tuple(TableShape(batch // len(c.start), c.table.shape[2], c.kept_columns) for c in caches)
         most_tiles = regions * sum(table.columns for table in tables) * (page // config.keys)
         # One chunk a region at least and as many again for `split` to deal out; never more than there are tiles.
         chunks = min(max(config.programs // tiles_of_rows, 2 * regions), regions + most_tiles)
@@ -180,7 +187,7 @@ def split(plan: ChunkPlan, caches: tuple[PageRefs, ...], first: Any, newest: Any
         start, end = (pltriton.load(x.at[own], mask=valid, other=0) for x in (cache.start, cache.end))
         edge = jnp.maximum(start, block - plan.window)
         local = jnp.where(asked, jnp.maximum(jnp.minimum(end, latest + 1) - edge, 0), 0)
-        kept = pltriton.load(cache.kept.at[own * plan.kv_heads + heads], mask=valid & asked, other=0)
+        kept = pltriton.load(cache.kept.at[cache.row(own) * plan.kv_heads + heads], mask=valid & asked, other=0)
         spans.append(Span(kept, local, edge, start))
         tiles += plan.tiles(kept) + plan.tiles(local)
     total = jnp.sum(tiles)

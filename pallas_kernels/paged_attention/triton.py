@@ -214,7 +214,8 @@ def _attend_span(
     if in_eight_bits and q[0].dtype != jnp.float32:
         q = tuple(part.astype(jnp.float16) for part in q)  # which holds codes, too
     row, head = quotient_and_remainder(region, plan.kv_heads)
-    first_entry = (lax.div(row, jnp.int32(table.sharing)) * plan.kv_heads + head) * table.columns
+    of_row = cache.row(lax.div(row, jnp.int32(table.sharing))) * plan.kv_heads + head
+    first_entry = of_row * table.columns
     step = partial(softmax_step_by_parts, q, interpret=interpret)
     seen_by = [jnp.clip(position + 1 - span.edge, 0, span.local) for position in (*asked, positions)]
     if plan.queries == 1:
@@ -251,7 +252,6 @@ def _attend_span(
             exponents = _load_exponents(cache.k, page, slots, inside), _load_exponents(cache.v, page, slots, inside)
         bias = None
         if cache.bias is not None:
-            of_row = lax.div(row, jnp.int32(table.sharing)) * plan.kv_heads + head
             counted = is_kept & (index < span.kept)
             bias = pltriton.load(cache.bias.at[of_row, index], mask=counted, other=0.0)
         return step(state, k, v, visible, exponents, bias=bias), following

@@ -24,6 +24,7 @@ def paged_attention(
     q: Array, caches: tuple[Pages, ...], first: Array, newest: Array, *, window: int
 ) -> tuple[Array, Array]:
     """One online softmax a head, over kept tokens, then local ones; see `paged_attention.paged_attention`."""
+    caches = tuple(cache.sliced() for cache in caches)
     batch, columns, q_heads, head_dim = q.shape
     kv_heads = caches[0].table.shape[1]
     group = q_heads // kv_heads

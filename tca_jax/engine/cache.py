@@ -17,7 +17,9 @@ from tca_jax.errors import require
 from tca_jax.methods.base import CachePolicy, num_ranked_blocks, per_head
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, num_bytes
-from tca_jax.pallas_kernels.numerics import cdiv, round_up
+from tca_jax.pallas_kernels.numerics import cdiv, round_up, shared_size
+
+_SPARE = 64  # at most this part of the memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,11 @@ class CacheLayout:
         return min(self.window // self.block_size + 1, self.window_columns)
 
     @property
+    def table_window(self) -> int:
+        """Entries of a table for the window; other lengths share the number."""
+        return min(self.window // self.block_size + 1, shared_size(self.window_columns))
+
+    @property
     def kept_columns(self) -> tuple[int, ...]:
         """Entries of each layer's tables for pages of kept tokens: as many as any head has, on any device."""
         return tuple(max(map(max, of_layer)) for of_layer in self.kept_pages)
@@ -182,6 +189,12 @@ def _pages_by_device(
     pages = -(-tokens // multiple) * multiple // block_size
     by_device = pages[None] if shards is None else shards.by_device(layer, pages)
     return tuple(map(tuple, by_device.tolist()))
+
+
+def spare_pages(pages: int, page_bytes: int) -> int:
+    """Pages that make a pool one of a size that other lengths share; 0 where they are much memory."""
+    spare, limit = shared_size(pages) - pages, memory_bytes()
+    return spare if limit is None or spare * page_bytes * _SPARE <= limit else 0
 
 
 def allocator_limit() -> int | None:

@@ -183,7 +183,7 @@ class Steps:
                         policy, layer, heads, q[:, 0], k[:, 0], rows, before, positions, leaving, self.backend
                     )
                 rows = rows.with_tokens(layer, k, v, positions[:, None], new, start)
-                pages = rows.of_layer(layer, start)
+                pages = rows.of_layer(layer, start, sliced=policy.chooses_pages)
                 known = policy.summarize(layer, pages[0]) if summaries is None else summaries[layer]
                 pages = policy.attended(layer, q[:, 0], pages, (known,))
                 out, _ = paged_attention(q, pages, positions, positions, window=policy.window, backend=self.backend)

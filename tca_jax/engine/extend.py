@@ -86,20 +86,23 @@ def feed(
     lm, b = lm.for_programs(), lm.method.cache.block_size
     piece = min(tokens.shape[1], b * _piece_blocks(b))
     options: dict[str, Any] = {"graphdef": lm.layer_graphdef, "queries": watch is not None, "backend": backend}
-    bare, last = lm.without_weights(), jnp.zeros((tokens.shape[0], lm.config.hidden_size), lm.dtype)
+    bare, outer = lm.without_weights(), lm.without_layers()
+    last = jnp.zeros((tokens.shape[0], lm.config.hidden_size), lm.dtype)
     where, found = Where(starts // b * b, starts, starts + lengths), []
     for place in range(0, tokens.shape[1], piece):
         here = where._replace(first=where.first + place)
-        x, cos, sin = calls(_feed_begin_program, lm, tokens[:, place : place + piece], here)
+        x, cos, sin = calls(_feed_begin_program, outer, tokens[:, place : place + piece], here)
         begin = rows.start
         for layer in range(lm.config.num_layers):
-            given = lm.layer_params(layer), x, rows, cos, sin, here, jnp.int32(layer)
-            x, rows, begin, q = calls(_feed_program, bare, *given, **options, layer=static_layer(lm.method, layer))
+            given = bare, lm.layer_params(layer), x, rows, cos, sin, here, calls.number(layer)
+            if layer == 0 or lm.method.layers_differ:
+                program = calls.prepare(_feed_program, *given, **options, layer=static_layer(lm.method, layer))
+            x, rows, begin, q = program(*given)
             if watch is not None:
                 watch(layer, here, q, rows)
-        hidden, last, rows = calls(_feed_end_program, lm, x, last, rows, begin, here)
+        hidden, last, rows = calls(_feed_end_program, outer, x, last, rows, begin, here)
         found += [hidden] * keep_hidden
-    return Fed(rows, calls(_logits_program, lm, last), jnp.concatenate(found, axis=1) if found else None)
+    return Fed(rows, calls(_logits_program, outer, last), jnp.concatenate(found, axis=1) if found else None)
 
 
 def _feed_begin(lm: LM, tokens: Int[Array, "R S"], here: Where) -> tuple[Array, Array, Array]:
@@ -182,7 +185,7 @@ def _logits(lm: LM, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
 _feed_begin_program = Program(OverMesh(_feed_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS)))
 _FED = (ROWS, CACHES, ROWS, PartitionSpec(DATA, None, MODEL))
 _feed_program = Program(
-    OverMesh(_feed_layer, (LAYER_WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), _FED), donate=(2, 3)
+    OverMesh(_feed_layer, (LAYER_WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), _FED), donate=(2, 3), one_layer=True
 )
 _feed_end_program = Program(OverMesh(_feed_end, (ROWS, ROWS, CACHES, ROWS, ROWS), (ROWS, ROWS, CACHES)), donate=(3,))
 _logits_program = Program(OverMesh(_logits, (ROWS,), ROWS))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
+from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.contexts import Context, kept_share
 from tca_jax.engine.decode import DecodingState, begin_program, decode_all_program, row_keys
 from tca_jax.engine.generation_config import GenerationConfig, GenerationOptions
@@ -203,7 +204,7 @@ def output_of(request: Request, state: DecodingState) -> Output:
     stats = Stats(
         prompt_tokens=[len(ids) for ids in request.prompt_ids],
         new_tokens=[len(answer.tokens) for answer in answers],
-        compile_seconds=request.compile_seconds,
+        compile_seconds=request.calls.compile_seconds,
         prefill_seconds=request.prefill_seconds,
         seconds_per_token=request.decode_seconds / (steps - 1) if steps > 1 else 0.0,
         kv_cache_bytes=state.cache.used_bytes,
@@ -296,8 +297,9 @@ def generate_tokens(
     stops = tuple(int(t) for t in (lm.eos_token_ids if stop_tokens is None else stop_tokens))
     room = bucket_length(max_new_tokens)
     limit = jnp.int32(max_new_tokens)
-    lm = lm.for_programs()
-    return _generate_tokens(lm, tokens, lengths, key, sampling, limit, room, stops, kernels)[:, :max_new_tokens]
+    layout = lm.cache_layout(rows_of_device(lm, sizes["B"], "rows of tokens"), sizes["L"], room - 1)
+    given = lm.for_programs(), tokens, lengths, key, sampling, limit
+    return _generate_tokens(*given, room, stops, layout, kernels)[:, :max_new_tokens]
 
 
 def _check_vocabulary(lm: LM, tokens: Any, lengths: Any) -> None:
@@ -311,7 +313,7 @@ def _check_vocabulary(lm: LM, tokens: Any, lengths: Any) -> None:
         check_token_ids(lm, [int(ids[row, column])], f"tokens[{row}, {column}] is")
 
 
-@functools.partial(jax.jit, static_argnames=("room", "stop_tokens", "backend"))
+@functools.partial(jax.jit, static_argnames=("room", "stop_tokens", "layout", "backend"))
 def _generate_tokens(
     lm: LM,
     tokens: Int[Array, "B L"],
@@ -321,12 +323,12 @@ def _generate_tokens(
     limit: Int[Array, ""],
     room: int,
     stop_tokens: tuple[int, ...],
+    layout: CacheLayout,
     backend: Backend,
 ) -> Int[Array, "B N"]:
     calls, batch = Calls(traced=True), tokens.shape[0]
-    layout = lm.cache_layout(rows_of_device(lm, batch, "rows of tokens"), tokens.shape[1], room - 1)
     logits, rows, shares, _ = read(lm, tokens, lengths, lengths + room - 1, layout, backend=backend)
     held = None if sampling.repetition_penalty is None else (tokens, lengths)
     drawing = row_keys(key, batch), shares, sampling, jnp.asarray(stop_tokens, jnp.int32), None
-    state = calls(begin_program, lm, rows, logits, lengths, held, *drawing, new_tokens=room)
+    state = calls(begin_program, lm.without_weights(), rows, logits, lengths, held, *drawing, new_tokens=room)
     return calls(decode_all_program, lm, state, limit, sampling, backend=backend).tokens

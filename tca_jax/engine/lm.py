@@ -150,6 +150,11 @@ class LM:
         """Weights of a layer."""
         return self.params["layers"][layer]
 
+    @property
+    def last_layer_params(self) -> Any:
+        """Weights of the last layer."""
+        return self.layer_params(self.config.num_layers - 1)
+
     def settings_of(self, layer: int | jax.Array) -> Any:
         """The method's arrays of a layer."""
         return jax.tree.map(lambda x: x[layer], self.settings)
@@ -249,12 +254,37 @@ class LM:
 
     def for_programs(self) -> LM:
         """The model without the fields that programs ignore, so that another tokenizer or name compiles nothing."""
-        return self._with(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None)
+        return self._for_programs
+
+    @functools.cached_property
+    def _for_programs(self) -> LM:
+        method = dataclasses.replace(self.method, cache=self.method.cache.for_programs())
+        lm = self._with(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None, method=method)
+        vars(lm)["_for_programs"] = lm
+        return lm
+
+    # A program looks at all weights that it gets, which takes milliseconds for those of a deep model.
 
     def without_weights(self) -> LM:
-        """The model for programs that compute with none of its weights: to look at all of them, as each call of a
-        program does, takes milliseconds."""
-        return self.for_programs()._with(params=(), graphdef=None)
+        """The model for programs that compute with none of its weights."""
+        return self._for_programs._without_weights
+
+    @functools.cached_property
+    def _without_weights(self) -> LM:
+        return self._with(params=(), graphdef=None)
+
+    def without_layers(self) -> LM:
+        """The model for programs that need embedding, final norm and head; on a mesh, all of it."""
+        return self._for_programs._without_layers
+
+    @functools.cached_property
+    def _without_layers(self) -> LM:
+        if self.mesh is not None:
+            return self
+        decoder = self.decoder
+        decoder.layers = nnx.List([])
+        graphdef, params = nnx.split(decoder)
+        return self._with(graphdef=graphdef, params=params)
 
     def _with(self, **changes: Any) -> LM:
         """A copy over the same weights, with the cached properties of this one.

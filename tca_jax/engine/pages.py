@@ -100,9 +100,9 @@ class Rows(PerDevice):
         scored = None
         if mean_pages is not None:
             scored = Scored(
-                jnp.full((*shape, window_pages * page_size), -jnp.inf),
+                jnp.full((*shape, window_pages * page_size), -jnp.inf, jnp.float32),
                 jnp.full((*shape, mean_pages), pages, jnp.int32),
-                jnp.full((*shape, mean_pages * page_size), MASKED),
+                jnp.full((*shape, mean_pages * page_size), MASKED, jnp.float32),
                 jnp.zeros(shape[:2], jnp.int32),
             )
         return cls(
@@ -138,18 +138,24 @@ class Rows(PerDevice):
         """Bytes of the pool, on all devices together."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.k, self.v)))
 
-    def of_layer(self, layer: int | Array, start: Int[Array, " R"] | None = None) -> tuple[Pages, ...]:
-        """What attention to pages takes: the rows' tokens, and the means of evicted ones."""
+    def of_layer(
+        self, layer: int | Array, start: Int[Array, " R"] | None = None, *, sliced: bool = True
+    ) -> tuple[Pages, ...]:
+        """What attention to pages takes: the rows' tokens, and the means of evicted ones.
+
+        Arrays are those of the layer, copies, or if not `sliced` those of all layers.
+        """
         start = self.start if start is None else start
+        first = jnp.asarray(layer, jnp.int32) * len(start)
         most = start + self.window_pages * self.page_size  # the queries' positions say where rows end
-        tokens = Pages(self.k, self.v, self.pages[layer], self.kept[layer], start, most, self.columns)
-        if self.scored is None or not self.scored.pages.shape[-1]:
-            return (tokens,)
-        scored, none = self.scored, jnp.zeros_like(start)
-        blocks = jnp.broadcast_to((start // self.page_size)[:, None], self.kept.shape[1:])
-        columns = scored.pages.shape[-1]
-        means = Pages(self.k, self.v, scored.pages[layer], blocks, none, none, columns, scored.bias[layer])
-        return tokens, means
+        table, kept = (x.reshape(-1, *x.shape[2:]) for x in (self.pages, self.kept))
+        found = [Pages(self.k, self.v, table, kept, start, most, self.columns, first_row=first)]
+        if (scored := self.scored) is not None and (columns := scored.pages.shape[-1]):
+            none = jnp.zeros_like(start)
+            blocks = jnp.broadcast_to((start // self.page_size)[:, None], self.kept.shape).reshape(kept.shape)
+            table, bias = (x.reshape(-1, *x.shape[2:]) for x in (scored.pages, scored.bias))
+            found.append(Pages(self.k, self.v, table, blocks, none, none, columns, bias, first))
+        return tuple(pages.sliced() if sliced else pages for pages in found)
 
     def with_prompts(
         self,

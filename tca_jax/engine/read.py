@@ -7,7 +7,9 @@ jit the same functions are traced (DESIGN section 5).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +52,7 @@ from tca_jax.models.sharding import DATA
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.kv import Pool, num_bytes
-from tca_jax.pallas_kernels.numerics import cdiv, round_up
+from tca_jax.pallas_kernels.numerics import cdiv, round_up, shared_size
 from tca_jax.programs import Program
 
 
@@ -63,8 +65,8 @@ def empty_rows(lm: LM, layout: CacheLayout, more_pages: int = 0) -> Rows:
         layout.batch,
         layout.num_kv_heads,
         pages=num_pages(lm, layout) + more_pages,
-        columns=max(layout.kept_columns),
-        window_pages=layout.num_window_pages,
+        columns=shared_size(max(layout.kept_columns)),
+        window_pages=layout.table_window,
         mean_pages=means,
         page_size=layout.block_size,
         head_dim=lm.config.head_dim,
@@ -74,7 +76,8 @@ def empty_rows(lm: LM, layout: CacheLayout, more_pages: int = 0) -> Rows:
 
 def mean_columns(policy: CachePolicy, tokens: int) -> int:
     """Pages of a head's means, of `tokens` tokens."""
-    return cdiv(tokens, policy.block_size**2) if isinstance(policy, ScoredCache) and policy.means else 0
+    has_means, b = isinstance(policy, ScoredCache) and policy.means, policy.block_size
+    return cdiv(shared_size(cdiv(tokens, b)), b) if has_means else 0
 
 
 def num_pages(lm: LM, layout: CacheLayout) -> int:
@@ -128,16 +131,38 @@ class Calls:
     """Calls of programs: compiled ahead of time, or traced into a caller's."""
 
     def __init__(self, *, traced: bool = False) -> None:
-        self._traced = traced
+        self.traced = traced
         self.compile_seconds = 0.0
 
     def __call__(self, program: Program, *args: Any, **static: Any) -> Any:
-        """Calls a program, and counts the seconds that compiling it took."""
-        if self._traced:
-            return program.function(*args, **static)
+        """Calls a program."""
+        return self.prepare(program, *args, **static)(*args)
+
+    def prepare(self, program: Program, *args: Any, **static: Any) -> Callable[..., Any]:
+        """The program for these arguments; counts the seconds that compiling it took."""
+        if self.traced:
+            return functools.partial(program.function, **static)
         executable, seconds = program.prepare(*args, **static)
         self.compile_seconds += seconds
-        return executable(*args)
+        return executable
+
+    def number(self, value: int) -> Int[Array, ""]:
+        """A number as programs take it."""
+        return jnp.int32(value) if self.traced else _on_device(value)
+
+    def compile_ahead(self, program: Program, *args: Any, **static: Any) -> Any:
+        """Has a thread compile a program; shapes of its results, or None if it has been compiled."""
+        begun = time.perf_counter()
+        shapes = program.compile_ahead(*args, **static)
+        if shapes is not None:
+            self.compile_seconds += time.perf_counter() - begun
+        return shapes
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_device(value: int) -> Int[Array, ""]:
+    """A number on the device, where it stays: a copy for each call takes longer than the call."""
+    return jnp.int32(value)
 
 
 def read(
@@ -149,14 +174,18 @@ def read(
     *,
     more_pages: int = 0,  # for rows that will continue these
     backend: Backend = "auto",
+    calls: Calls | None = None,
+    then: Callable[[Any, Any, Any], None] | None = None,  # given the shapes of logits, rows and shares: compiles more
 ) -> ReadRows:
     """Reads prompts into rows, a layer at a time."""
-    calls = Calls(traced=isinstance(tokens, jax.core.Tracer))
+    calls = calls or Calls(traced=isinstance(tokens, jax.core.Tracer))
     lm = lm.for_programs()
     if lm.method.cache.reader is not None and layout.has_ranked_blocks:
         return lm.method.cache.reader(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
-    x, shares, rows = run_layers(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
-    logits, shares = calls(end_program, lm, x, lengths, shares)
+    options: dict[str, Any] = {"more_pages": more_pages, "backend": backend, "then": then}
+    x, out, shares, rows = run_layers(lm, tokens, lengths, most, layout, calls, **options)
+    given = lm.last_layer_params, x, out, lengths, shares
+    logits, shares = calls(end_program, lm.without_layers(), *given, graphdef=lm.layer_graphdef)
     return ReadRows(logits, rows, shares, calls)
 
 
@@ -170,15 +199,51 @@ def run_layers(
     *,
     more_pages: int = 0,
     backend: Backend = "auto",
-) -> tuple[Float[Array, "B L D"], Float32[Array, " B"], Any]:
-    """The stream after all layers, attended shares summed over them, and the rows; arguments are those of `read`."""
-    x, cos, sin, shares, rows = calls(begin_program, lm, tokens, lengths, layout=layout, more_pages=more_pages)
-    bare = lm.without_weights()
-    options: dict[str, Any] = {"graphdef": lm.layer_graphdef, "layout": layout, "backend": backend}
-    for layer in range(lm.config.num_layers):
-        given = lm.layer_params(layer), x, shares, rows, cos, sin, lengths, most, jnp.int32(layer)
-        x, shares, rows = calls(layer_program, bare, *given, **options, layer=static_layer(lm.method, layer))
-    return x, shares, rows
+    then: Callable[[Any, Any, Any], None] | None = None,
+) -> tuple[Float[Array, "B L D"], Float[Array, "B L Hq d"], Float32[Array, " B"], Any]:
+    """Runs all layers up to attention in the last; arguments are those of `read`.
+
+    Returns:
+        The residual stream before the last layer, that layer's output of attention, attended shares summed over layers,
+        and the rows.
+    """
+    outer, bare, last = lm.without_layers(), lm.without_weights(), lm.config.num_layers - 1
+    x, cos, sin, shares, rows = calls(begin_program, outer, tokens, lengths, layout=layout, more_pages=more_pages)
+    graphdef: dict[str, Any] = {"graphdef": lm.layer_graphdef}
+    of_prompts, room = (None, 0) if layout is None else layout_of_prompts(lm, layout)
+    options: dict[str, Any] = {**graphdef, "layout": of_prompts, "backend": backend}
+
+    def given(layer: int, x: Any, shares: Any, rows: Any) -> tuple[Any, ...]:
+        return lm.layer_params(layer), x, shares, rows, cos, sin, lengths, most, *map(calls.number, (room, layer))
+
+    if not calls.traced and lm.mesh is None:  # the programs compile at the same time
+        for layer in range(lm.config.num_layers if lm.method.layers_differ else 1):
+            numbered = options | {"layer": static_layer(lm.method, layer)}
+            shapes = calls.compile_ahead(attend_program, bare, *given(layer, x, shares, rows), **numbered)
+            if shapes is not None and layer == 0:
+                weights, out, then_rows = lm.layer_params(0), shapes[0], shapes[2]
+                calls.compile_ahead(after_program, bare, weights, x, out, **graphdef)
+                ends = calls.compile_ahead(end_program, outer, weights, x, out, lengths, shapes[1], **graphdef)
+                if then is not None and ends is not None:
+                    then(ends[0], then_rows, ends[1])
+    attend = after = None
+    for layer in range(last + 1):
+        arguments = bare, *given(layer, x, shares, rows)
+        if attend is None or lm.method.layers_differ:
+            attend = calls.prepare(attend_program, *arguments, **options, layer=static_layer(lm.method, layer))
+        out, shares, rows = attend(*arguments)
+        if layer < last:
+            after = after or calls.prepare(after_program, bare, lm.layer_params(layer), x, out, **graphdef)
+            x = after(bare, lm.layer_params(layer), x, out)
+    return x, out, shares, rows
+
+
+def layout_of_prompts(lm: LM, layout: CacheLayout) -> tuple[CacheLayout, int]:
+    """What reading needs of a layout, which does not depend on what follows; tokens of a row that scores may keep."""
+    found = lm.cache_layout(layout.batch, layout.prompt_tokens)
+    if not isinstance(lm.method.cache, ScoredCache):
+        return found, 0
+    return dataclasses.replace(found, shared_pages=()), layout.shared_pages[0][0] * layout.block_size
 
 
 def static_layer(method: Method, layer: int) -> int | None:
@@ -195,14 +260,30 @@ def _begin(
 
 
 def _end(
-    lm: LM, x: Float[Array, "B L D"], lengths: Int[Array, " B"], shares: Float32[Array, " B"]
+    lm: LM,  # without layers
+    weights: Any,  # of the last layer
+    x: Float[Array, "B L D"],
+    out: Float[Array, "B L Hq d"],
+    lengths: Int[Array, " B"],
+    shares: Float32[Array, " B"],
+    *,
+    graphdef: Any,
 ) -> tuple[Float32[Array, "B V"], Float32[Array, " B"]]:
-    last = x[jnp.arange(len(lengths)), lengths - 1]
-    logits = lm.decoder.logits(lm.decoder.final_norm(last))
+    """The second half of the last layer, of each prompt's last token, and the logits after it."""
+    x, out = (each[jnp.arange(len(lengths)), lengths - 1][:, None] for each in (x, out))
+    x = nnx.merge(graphdef, weights).after_attention(x, out)[:, 0]
+    logits = lm.decoder.logits(lm.decoder.final_norm(x))
     return logits, mean_of_devices(shares, lm.head_shards) / lm.config.num_layers
 
 
-def _read_layer(
+def _after_attention(
+    lm: LM, weights: Any, x: Float[Array, "B L D"], out: Float[Array, "B L Hq d"], *, graphdef: Any
+) -> Float[Array, "B L D"]:
+    """The second half of a layer of prompts."""
+    return nnx.merge(graphdef, weights).after_attention(x, out)
+
+
+def _attend_layer(
     lm: LM,  # without weights
     weights: Any,  # of the layer
     x: Float[Array, "B L D"],
@@ -212,6 +293,7 @@ def _read_layer(
     sin: Array,
     lengths: Int[Array, " B"],
     most: Int[Array, " B"],
+    room: Int[Array, ""],  # tokens of a row that scores may keep
     number: Int[Array, ""],
     *,
     graphdef: Any,
@@ -219,7 +301,7 @@ def _read_layer(
     backend: Backend,
     layer: int | None,  # the number where the method's programs differ between layers
 ) -> tuple[Array, Array, Rows | None]:
-    """One layer of prompts: the stream and the attended shares after it, and its tokens in pages of rows."""
+    """The first half of a layer of prompts: attention's output, attended shares, and the tokens in pages of rows."""
     module, index, method = nnx.merge(graphdef, weights), number if layer is None else layer, lm.method
     policy, settings = method.cache, lm.settings_of(index)
     scores: Any = None
@@ -232,7 +314,7 @@ def _read_layer(
         if isinstance(policy, ScoredCache):
             kept_so_far = None if rows is None else rows.kept
             attended, written = _attend_scored(
-                method, policy, settings, q, k, v, scores, lengths, layout, kept_so_far, backend
+                method, policy, settings, q, k, v, scores, lengths, layout, kept_so_far, room, backend
             )
         else:
             heads = heads_of(lm.head_shards, index, k.shape[2])
@@ -246,8 +328,8 @@ def _read_layer(
         (out, pairs), filled = jax.lax.optimization_barrier((attended, filled))
         return out, (pairs, filled)
 
-    x, (pairs, filled) = module(x, cos, sin, attention, None)
-    return x, shares + pairs / causal_pairs(lengths), filled
+    out, (pairs, filled) = module.attend(x, cos, sin, attention, None)
+    return out, shares + pairs / causal_pairs(lengths), filled
 
 
 class _Written(NamedTuple):
@@ -291,6 +373,7 @@ def _attend_scored(
     lengths: Array,
     layout: CacheLayout | None,
     kept_so_far: Int[Array, "layers B H"] | None,
+    room: Int[Array, ""],  # for kept tokens of a row
     backend: Backend,
 ) -> tuple[Attended, _Written]:
     b, (batch, length, heads, _), written = policy.block_size, k.shape, _Written(None)
@@ -298,10 +381,10 @@ def _attend_scored(
         edge = (lengths // b * b - policy.window)[:, None, None]
         stays = policy.stays(settings, scores) & (jnp.arange(length) < edge)
         raised = None
-        if layout.shared_pages and kept_so_far is not None:
-            room = layout.shared_pages[0][0] * b - kept_so_far.sum(axis=(0, 2))  # begun pages come besides
-            room = jnp.maximum(room * policy.part_of_pages(settings), 0).astype(jnp.int32)
-            stays, raised = _highest(stays, scores, room)
+        if kept_so_far is not None:
+            left = room - kept_so_far.sum(axis=(0, 2))  # begun pages come besides
+            left = jnp.maximum(left * policy.part_of_pages(settings), 0).astype(jnp.int32)
+            stays, raised = _highest(stays, scores, left)
         with jax.named_scope("select"):
             regions = Regions.plan(batch, [length] * heads, b)
             kept = regions.fill(Selection.of_tokens(stays, b), k, v, block_size=b, backend=backend).pool
@@ -330,11 +413,15 @@ def _highest(
 
 
 begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, CACHES)))
-_LAYER = (LAYER_WEIGHTS, ROWS, ROWS, CACHES)  # weights, the stream, and what goes from layer to layer
-layer_program = Program(
-    OverMesh(_read_layer, (*_LAYER, ROWS, ROWS, ROWS, ROWS, SAME), (ROWS, ROWS, CACHES)), donate=(2, 3, 4)
+#: How attention's output lies on a mesh.
+OUT = PartitionSpec(DATA, None, MODEL)
+attend_program = Program(
+    OverMesh(_attend_layer, (LAYER_WEIGHTS, ROWS, ROWS, CACHES, *(ROWS,) * 4, SAME, SAME), (OUT, ROWS, CACHES)),
+    donate=(3, 4),
+    one_layer=True,
 )
-end_program = Program(OverMesh(_end, (ROWS, ROWS, ROWS), (ROWS, ROWS)))
+after_program = Program(OverMesh(_after_attention, (LAYER_WEIGHTS, ROWS, OUT), ROWS), donate=(2,), one_layer=True)
+end_program = Program(OverMesh(_end, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
 
 def _named_pages(lm: LM, rows: Rows) -> Int[Array, "1 1"]:
@@ -387,7 +474,8 @@ def fork(
     of_device = rows_of_device(lm, len(most), "rows")
     layout = lm.cache_layout(of_device, prompt_tokens, fed_tokens)
     pages = 0 if private else pages_of_forks(lm, of_device, prompt_tokens, fed_tokens)
-    sizes = pages, max(layout.kept_columns), layout.num_window_pages, mean_columns(lm.method.cache, layout.most_tokens)
+    means = mean_columns(lm.method.cache, layout.most_tokens)
+    sizes = pages, shared_size(max(layout.kept_columns)), layout.table_window, means
     source = jnp.tile(jnp.repeat(jnp.arange(of_device // times), times), len(most) // of_device)
     program = _fork_in_place_program if private else _fork_program
     no_pool: dict[str, Any] = {"k": None, "v": None}

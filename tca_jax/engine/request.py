@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.cache import require_memory
+from tca_jax.engine.cache import require_memory, spare_pages
 from tca_jax.engine.contexts import AppendedPrompts, Context
 from tca_jax.engine.decode import DecodingState, begin_program, decode_program, leave_program, row_keys
 from tca_jax.engine.extend import feed
@@ -30,6 +30,10 @@ from tca_jax.engine.read import Calls, fork, full_bytes, num_pages, page_bytes, 
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.pallas_kernels.numerics import next_power_of_2
+from tca_jax.programs import Program
+
+_LEAST_ROOM = 256  # for new tokens, so that shorter answers share programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +128,10 @@ class Request:
     prompt_ids: list[list[int]]
     config: GenerationConfig  # from `for_model`
     backend: Backend
-    compile_seconds: float = 0.0
+    calls: Calls = dataclasses.field(default_factory=Calls)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    _step: Callable[..., DecodingState] | None = None
+    _prepared: dict[Program, Callable[..., DecodingState]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def create(cls, lm: Any, prompts: Any, context: Any, config: GenerationConfig, backend: str) -> Request:
@@ -214,10 +218,9 @@ class Request:
         Raises:
             ValueError: the model computes NaN or infinity; names the layer.
         """
-        calls, begun = Calls(), time.perf_counter()
-        state = jax.block_until_ready(self._begin(calls))
-        self.prefill_seconds = time.perf_counter() - begun - calls.compile_seconds
-        self.compile_seconds += calls.compile_seconds
+        begun = time.perf_counter()
+        state = jax.block_until_ready(self._begin(self.calls))
+        self.prefill_seconds = time.perf_counter() - begun - self.calls.compile_seconds
         finite = on_host(state.finite)[:: self.config.num_samples]
         if not finite.all():
             require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
@@ -225,14 +228,34 @@ class Request:
 
     def _begin(self, calls: Calls) -> DecodingState:
         """Reads the prompts and draws the first token of every answer."""
-        lm, samples, fed, shares = self._program_lm, self.config.num_samples, self.room - 1, None
+        lm, config, shares, held = self._program_lm, self.config, None, None
+        samples, fed = config.num_samples, self.room - 1
+        if self._sampling.repetition_penalty is not None:
+            held = tuple(map(jnp.asarray, self._whole_prompts()))
+        drawing = (
+            self._sampling,
+            jnp.asarray(config.stop_token_ids, jnp.int32),
+            jnp.int32(config.min_new_tokens) if config.min_new_tokens else None,
+        )
+        keys, room = row_keys(jax.random.key(config.seed), self.rows), max(_LEAST_ROOM, next_power_of_2(self.room))
+        static: dict[str, Any] = {"new_tokens": room, "logprobs": config.num_logprobs}
         if self.appended is None:
             tokens, lengths = map(jnp.asarray, pad_tokens(self.prompt_ids, lm.pad_token_id))
             columns, own = tokens.shape[1], fed if samples == 1 else 0
-            layout = lm.cache_layout(rows_of_device(lm, len(lengths), "prompts"), columns, own)
-            options: dict[str, Any] = {"more_pages": self._fork_pages(lm, columns), "backend": self.backend}
-            logits, rows, shares, reading = read(lm, tokens, lengths, lengths + own, layout, **options)
-            calls.compile_seconds += reading.compile_seconds
+            layout = self.lm.cache_layout(rows_of_device(lm, len(lengths), "prompts"), columns, own)
+            more = self._fork_pages(lm, columns)
+            more += spare_pages(num_pages(lm, layout) + more, page_bytes(lm))
+
+            def compile_decoding(logits: Any, rows: Any, shares: Any) -> None:
+                given = lm.without_weights(), rows, logits, lengths, held, keys, shares, *drawing
+                state = calls.compile_ahead(begin_program, *given, **static)
+                if state is not None and config.max_new_tokens > 1:
+                    for program in self._programs:
+                        calls.compile_ahead(program, lm, state, jnp.int32(0), self._sampling, backend=self.backend)
+
+            options: dict[str, Any] = {"more_pages": more, "backend": self.backend}
+            options |= {"calls": calls, "then": compile_decoding if samples == 1 else None}
+            logits, rows, shares, _ = read(lm, tokens, lengths, lengths + own, layout, **options)
         else:
             appended = self.appended
             rows, starts = appended.rows(lm, fed if samples == 1 else 0, calls)
@@ -242,18 +265,17 @@ class Request:
             lengths = jnp.repeat(lengths, samples)
             private = self.appended is None
             rows = fork(lm, rows, samples, lengths + fed, columns, fed, calls, private=private)
-        held = None
-        if self._sampling.repetition_penalty is not None:
-            held = tuple(map(jnp.asarray, self._whole_prompts()))
-        drawing = (
-            row_keys(jax.random.key(self.config.seed), self.rows),
-            shares,
-            self._sampling,
-            jnp.asarray(self.config.stop_token_ids, jnp.int32),
-            jnp.int32(self.config.min_new_tokens) if self.config.min_new_tokens else None,
-        )
-        static = {"new_tokens": self.room, "logprobs": self.config.num_logprobs}
-        return calls(begin_program, lm, rows, logits, lengths, held, *drawing, **static)
+        given = lm.without_weights(), rows, logits, lengths, held, keys, shares, *drawing
+        return calls(begin_program, *given, **static)
+
+    @property
+    def _programs(self) -> list[Program]:
+        """Programs that answers may need after their first token."""
+        b, starts = self.lm.method.cache.block_size, self.context_tokens or [0] * len(self.prompt_ids)
+        ends = [start + len(ids) for start, ids in zip(starts, self.prompt_ids, strict=True)]
+        bounded = self.lm.method.cache.window < UNBOUNDED
+        may_leave = bounded and any(end % b + self.config.max_new_tokens > b for end in ends)
+        return [decode_program, leave_program] if may_leave else [decode_program]
 
     def _whole_prompts(self) -> tuple[np.ndarray, np.ndarray]:
         """What each row reads, a context included, padded."""
@@ -264,43 +286,36 @@ class Request:
 
     def advance(self, state: DecodingState, steps: int) -> DecodingState:
         """Up to `steps` more tokens per row."""
-        limit = jnp.int32(min(self.steps(state) + steps, self.config.max_new_tokens))
-        step, args = self.prepare_step(state), (limit, self._sampling)
-        start, compiled = time.perf_counter(), self.compile_seconds
+        args = jnp.int32(min(self.steps(state) + steps, self.config.max_new_tokens)), self._sampling
+        step, start, compiled = self._prepare(decode_program, state), time.perf_counter(), self.calls.compile_seconds
         state = step(self._program_lm, state, *args)
-        while self._leaves(state, int(limit)):
-            evict, seconds = leave_program.prepare(self._program_lm, state, *args, backend=self.backend)
-            self.compile_seconds += seconds
-            state = step(self._program_lm, evict(self._program_lm, state, *args), *args)
+        while self._leaves(state, int(args[0])):
+            leave = self._prepare(leave_program, state)
+            state = step(self._program_lm, leave(self._program_lm, state, *args), *args)
         state = jax.block_until_ready(state)
-        self.decode_seconds += time.perf_counter() - start - (self.compile_seconds - compiled)
+        self.decode_seconds += time.perf_counter() - start - (self.calls.compile_seconds - compiled)
         return self._end_at_stop_strings(state)
 
-    def _leaves(self, state: DecodingState, limit: int, more: int = 0) -> bool:
-        """Whether a block leaves the window of a row that goes on, now or within `more` tokens."""
+    def _leaves(self, state: DecodingState, limit: int) -> bool:
+        """Whether a block leaves the window of a row that goes on."""
         if self.lm.method.cache.window >= UNBOUNDED:
             return False
         rows = state.cache
         done, step, lengths, start = on_host((state.done, state.step, state.lengths, rows.start))
         start = start if start.ndim == 1 else start[:, 0].reshape(-1)  # devices on "model" agree
-        full = lengths + step - 1 + more - start >= rows.window_pages * rows.page_size
+        full = lengths + step - 1 - start >= rows.window_pages * rows.page_size
         return bool((~done & (step < limit) & full).any())
 
     def prepare_steps(self, state: DecodingState) -> None:
         """Compiles all that the answers may need, so that none of their pieces waits for it."""
-        self.prepare_step(state)
-        limit = self.config.max_new_tokens
-        if self._leaves(state, limit, limit - self.steps(state)):
-            args = (self._program_lm, state, jnp.int32(limit), self._sampling)
-            self.compile_seconds += leave_program.prepare(*args, backend=self.backend)[1]
+        for program in self._programs:
+            self._prepare(program, state)
 
-    def prepare_step(self, state: DecodingState) -> Callable[..., DecodingState]:
-        """The program of decoding steps, compiled at the first call."""
-        if self._step is None:
-            args = (self._program_lm, state, jnp.int32(self.config.max_new_tokens), self._sampling)
-            self._step, seconds = decode_program.prepare(*args, backend=self.backend)
-            self.compile_seconds += seconds
-        return self._step
+    def _prepare(self, program: Program, state: DecodingState) -> Callable[..., DecodingState]:
+        if program not in self._prepared:
+            args = self._program_lm, state, jnp.int32(self.config.max_new_tokens), self._sampling
+            self._prepared[program] = self.calls.prepare(program, *args, backend=self.backend)
+        return self._prepared[program]
 
     def _end_at_stop_strings(self, state: DecodingState) -> DecodingState:
         if not self.config.stop or self.steps(state) < self.config.min_new_tokens:  # no text is needed before

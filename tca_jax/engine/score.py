@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.cache import require_memory
 from tca_jax.engine.contexts import AppendedPrompts, Context
 from tca_jax.engine.extend import align, feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import ROWS, OverMesh, mean_of_devices, on_host, rows_of_device
+from tca_jax.engine.mesh import LAYER_WEIGHTS, ROWS, OverMesh, mean_of_devices, on_host, rows_of_device
 from tca_jax.engine.prompts import (
     Prompt,
     encode_continuation,
@@ -24,7 +25,17 @@ from tca_jax.engine.prompts import (
     pad_tokens,
     require_positions,
 )
-from tca_jax.engine.read import Calls, fork, num_pages, page_bytes, pages_of_forks, read, require_finite, run_layers
+from tca_jax.engine.read import (
+    OUT,
+    Calls,
+    fork,
+    num_pages,
+    page_bytes,
+    pages_of_forks,
+    read,
+    require_finite,
+    run_layers,
+)
 from tca_jax.errors import check_integer, require
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
@@ -84,8 +95,9 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
     rows_of_device(lm, len(ids), "texts")
     padded, lengths = pad_tokens(ids, lm.pad_token_id)
     calls, tokens, places = Calls(), jnp.asarray(padded), jnp.minimum(lengths, lm.config.max_context)
-    x, shares, _ = run_layers(lm.for_programs(), tokens, places, places, None, calls, backend=kernels)
-    found = calls(_score, lm.for_programs(), x, tokens, shares, top=int(top_logprobs))
+    x, out, shares, _ = run_layers(lm.for_programs(), tokens, places, places, None, calls, backend=kernels)
+    given, graphdef = (lm.last_layer_params, x, out, tokens, shares), lm.for_programs().layer_graphdef
+    found = calls(_score, lm.without_layers(), *given, graphdef=graphdef, top=int(top_logprobs))
     logprobs, shares, likeliest = on_host(found)
     rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
     require_finite(lm, padded, lengths, np.array([np.isfinite(row).all() for row in rows]), "texts")
@@ -102,10 +114,19 @@ def _pairs(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[list[tuple
 
 
 def _score_layers(
-    lm: LM, x: Float[Array, "B L D"], tokens: Int[Array, "B L"], shares: Float32[Array, " B"], *, top: int
+    lm: LM,  # without layers
+    weights: Any,  # of the last layer
+    x: Float[Array, "B L D"],
+    out: Float[Array, "B L Hq d"],
+    tokens: Int[Array, "B L"],
+    shares: Float32[Array, " B"],
+    *,
+    graphdef: Any,
+    top: int,
 ) -> tuple[Float32[Array, "B L1"], Float32[Array, " B"], Top | None]:
     """Log-probability of tokens 1 to L - 1 given all before each, arbitrary past a length; the share of each text's
     pairs that its queries attended to; and the `top` likeliest tokens at each position."""
+    x = nnx.merge(graphdef, weights).after_attention(x, out)
     hidden = lm.decoder.final_norm(x[:, :-1])
     logprobs = logprobs_of_hidden(lm.decoder, hidden, tokens[:, 1:])
     shares = mean_of_devices(shares, lm.head_shards) / lm.config.num_layers
@@ -193,7 +214,7 @@ def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tok
     return TokenScores(logprobs, jnp.argmax(logits, axis=-1) == tokens)
 
 
-_score = Program(OverMesh(_score_layers, (ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS)))
+_score = Program(OverMesh(_score_layers, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS, ROWS)))
 
 
 @dataclasses.dataclass(frozen=True)

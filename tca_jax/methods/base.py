@@ -232,6 +232,15 @@ class CachePolicy(abc.ABC):
         """
         return caches
 
+    def for_programs(self) -> CachePolicy:
+        """The policy without what only sizes depend on: programs are the same for all that are equal then."""
+        return self
+
+    @property
+    def chooses_pages(self) -> bool:
+        """Whether a step attends to some of the pages alone (`attended`)."""
+        return type(self).attended is not CachePolicy.attended
+
     def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> CachePolicy:
         """The policy for a model; arguments are those of `Method.for_model`.
 

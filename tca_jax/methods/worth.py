@@ -50,6 +50,9 @@ class WorthCache(ScoredCache):
     means: bool = True
     layers_differ: ClassVar[bool] = False
 
+    def for_programs(self) -> WorthCache:
+        return dataclasses.replace(self, capacity=1.0)
+
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         return self.num_ranked_blocks(prompt_tokens) * self.block_size
 

@@ -460,20 +460,26 @@ class Prefiller:
         lm, pool, programs = self._lm.for_programs(), self._pool, list[Future[Any]]()
         submit: Callable[..., Future[Any]] = self._compilers.submit
         tokens, lengths = pad_tokens([each.tokens for each in group], lm.pad_token_id)
-        options: dict[str, Any] = {"layout": layout, "backend": self._backend, "graphdef": lm.layer_graphdef}
+        graphdef: dict[str, Any] = {"graphdef": lm.layer_graphdef}
+        of_prompts, room = read.layout_of_prompts(lm, layout)
+        options: dict[str, Any] = {**graphdef, "layout": of_prompts, "backend": self._backend}
+        outer, weightless = lm.without_layers(), lm.without_weights()
 
         def of_layer(number: int, x: Any, cos: Any, sin: Any, shares: Any, rows: Rows) -> tuple[Any, ...]:
-            given = lm.layer_params(number), x, shares, rows, cos, sin, lengths, lengths, np.int32(number)
-            return lm.without_weights(), *given
+            given = lm.layer_params(number), x, shares, rows, cos, sin, lengths, lengths
+            return weightless, *given, np.int32(room), np.int32(number)
 
-        def prepare_layer(number: int) -> Any:
-            x, cos, sin, shares, _ = results_of(begin.result()[0])
-            given = of_layer(number, x, cos, sin, shares, empty)
-            return read.layer_program.prepare(*given, **options, layer=read.static_layer(lm.method, number))
+        def prepare_attend(number: int) -> Any:
+            given = of_layer(number, *results_of(begin.result()[0])[:4], empty)
+            return read.attend_program.prepare(*given, **options, layer=read.static_layer(lm.method, number))
+
+        def prepare_after() -> Any:
+            x, (out, *_) = results_of(begin.result()[0])[0], results_of(attend[0].result()[0])
+            return read.after_program.prepare(weightless, lm.layer_params(0), x, out, **graphdef)
 
         def prepare_end() -> Any:
-            x, _, _, shares, _ = results_of(begin.result()[0])
-            return read.end_program.prepare(lm, x, lengths, shares)
+            x, (out, shares, _) = results_of(begin.result()[0])[0], results_of(attend[0].result()[0])
+            return read.end_program.prepare(outer, lm.last_layer_params, x, out, lengths, shares, **graphdef)
 
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:
@@ -483,23 +489,27 @@ class Prefiller:
                 self._enter(group, *on_host([own.result()[i] for i in (0, 2, 1)]))
                 return
             widths = Widths.of_row(lm, max(layout.kept_columns), layout.prompt_tokens)
-            table = pages.empty_table.run(lm.without_weights(), rows=len(group), widths=widths, pages=pool.total)
+            table = pages.empty_table.run(weightless, rows=len(group), widths=widths, pages=pool.total)
             table = dataclasses.replace(table, free=pool.free_pages(numbers, len(numbers[0])))
             empty = jax.tree.map(_shape, pool.lend(table))
-            begin = submit(read.begin_program.prepare, lm, tokens, lengths, layout=None, more_pages=0)
-            same = read.static_layer(lm.method, 0) is None
-            layers = [submit(prepare_layer, number) for number in range(1 if same else lm.config.num_layers)]
-            end = submit(prepare_end)
-            programs += [begin, *layers, end]
+            begin = submit(read.begin_program.prepare, outer, tokens, lengths, layout=None, more_pages=0)
+            same, last = read.static_layer(lm.method, 0) is None, lm.config.num_layers - 1
+            attend = [submit(prepare_attend, number) for number in range(1 if same else last + 1)]
+            after, end = submit(prepare_after), submit(prepare_end)
+            programs += [begin, *attend, after, end]
             yield begin, 0
-            x, cos, sin, shares, _ = begin.result()[0](lm, tokens, lengths)
+            x, cos, sin, shares, _ = begin.result()[0](outer, tokens, lengths)
             for number in range(lm.config.num_layers):
-                layer = layers[0 if same else number]
-                yield layer, tokens.size
-                x, shares, rows = layer.result()[0](*of_layer(number, x, cos, sin, shares, pool.lend(table)))
+                program = attend[0 if same else number]
+                yield program, tokens.size
+                out, shares, rows = program.result()[0](*of_layer(number, x, cos, sin, shares, pool.lend(table)))
                 table = pool.take_back(rows)
+                if number < last:
+                    yield after, 0
+                    x = after.result()[0](weightless, lm.layer_params(number), x, out)
             yield end, 0
-            self._enter(group, *on_host((*end.result()[0](lm, x, lengths, shares), table)))
+            logits, shares = end.result()[0](outer, lm.last_layer_params, x, out, lengths, shares)
+            self._enter(group, *on_host((logits, shares, table)))
         finally:
             for program in programs:
                 program.cancel()

@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -124,8 +125,17 @@ def test_kept_tokens_have_a_bias(case, eight_bits, backend):
         cache.pages = dataclasses.replace(pages, bias=jnp.asarray(np.where(past, np.nan, bias)))
 
     options = {"head_dim": 32} if eight_bits else {}
-    arguments, expected = _case(*case, eight_bits=eight_bits, change=biased, **options)
-    check_attention(implementation("paged_attention", backend)(*arguments, window=WINDOW), expected, 2e-5)
+    (q, caches, *rest), expected = _case(*case, eight_bits=eight_bits, change=biased, **options)
+    check_attention(implementation("paged_attention", backend)(q, caches, *rest, window=WINDOW), expected, 2e-5)
+    caches = tuple(map(_among_others, caches))
+    check_attention(implementation("paged_attention", backend)(q, caches, *rest, window=WINDOW), expected, 2e-5)
+
+
+def _among_others(pages):
+    """The same cache, whose rows are the second of three parts of its arrays."""
+    parts = pages.table, pages.kept, pages.bias
+    table, kept, bias = jax.tree.map(lambda x: jnp.concatenate([x[::-1, ::-1], x, 0 * x]), parts)
+    return dataclasses.replace(pages, table=table, kept=kept, bias=bias, first_row=jnp.int32(len(pages.start)))
 
 
 SMALL = PagedConfig(queries=16, keys=16, programs=24, warps=4, stages=2, merged=4)

@@ -153,7 +153,7 @@ def test_mesh_answers_equal_one_device(tmp_path, monkeypatch, part_tokens):
 
 LAYERS, PAGES = 3, 400
 DOCUMENT = random_prompt(0, 101)
-BEGIN, LAYER, END = PARTS = ("begin_program", "layer_program", "end_program")  # of reading
+BEGIN, LAYER, AFTER, END = PARTS = ("begin_program", "attend_program", "after_program", "end_program")  # of reading
 ANSWER = {"max_new_tokens": 20, "stop_token_ids": ()}
 LONG = {"max_new_tokens": 2000, "stop_token_ids": ()}
 
@@ -221,7 +221,7 @@ def test_answers_take_steps_between_parts(layered, parts):
         out = engine.ask(id_, [7, 8], **ANSWER).result(120)
         assert not other.ended
         other.cancel()
-    assert parts.begun == [BEGIN, *[LAYER] * LAYERS, END]
+    assert parts.begun == [BEGIN, *[LAYER, AFTER] * (LAYERS - 1), LAYER, END]
     assert all(earlier < later for earlier, later in itertools.pairwise(counts))
     parts.compiling = parts.running = lambda name: None
     context = tca_jax.prefill(layered, DOCUMENT)
