@@ -402,14 +402,11 @@ def _highest(
 ) -> tuple[Bool[Array, "B H L"], Bool[Array, " B"]]:
     """The tokens that stay, at most the `room` of highest scores in a row, and whether these are fewer."""
     full = stays.sum(axis=(1, 2)) > room
-
-    def fewer() -> Bool[Array, "B H L"]:
-        ranked = jnp.sort(jnp.where(stays, scores, -jnp.inf).reshape(len(room), -1), axis=-1, descending=True)
-        least = jnp.take_along_axis(ranked, room[:, None], axis=-1)[..., None]
-        highest = stays & ((scores > least) | jnp.isposinf(scores))  # the first tokens stay in any case
-        return jnp.where(full[:, None, None], highest, stays)
-
-    return jax.lax.cond(full.any(), fewer, lambda: stays), full
+    # Sorted in any case: for a branch the host would wait in every layer.
+    ranked = jnp.sort(jnp.where(stays, scores, -jnp.inf).reshape(len(room), -1), axis=-1, descending=True)
+    least = jnp.take_along_axis(ranked, room[:, None], axis=-1)[..., None]
+    highest = (scores > least) | jnp.isposinf(scores) | ~full[:, None, None]  # the first tokens stay in any case
+    return stays & highest, full
 
 
 begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, CACHES)))
