@@ -56,7 +56,7 @@ def generate(
     ] = False,
     top_logprobs: Annotated[
         int | None,
-        typer.Option(help="That of so many likeliest tokens at its place, too; needs --json.", min=1),
+        typer.Option(help="Number of likeliest tokens at each place, too; needs --json.", min=1),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -170,7 +170,7 @@ def _heading(name: str, text: str) -> str:
 
 
 def _print_answers(headings: Sequence[str], out: Output) -> None:
-    """Every answer under a line that says to what."""
+    """Prints every answer under its heading."""
     samples = len(out.tokens) // len(headings)
     for i, text in enumerate(out.text):
         sample = f", answer {i % samples + 1} of {samples}" if samples > 1 else ""

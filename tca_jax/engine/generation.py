@@ -34,7 +34,7 @@ from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
 
 _STOP_STRING_STRIDE = 16  # tokens between looks at the text for stop strings
-_STREAM_GROWTH = 4  # a piece is at most so many times as long as the one before: the first ones may mislead
+_STREAM_GROWTH = 4  # most times that a piece is as long as the one before: the first ones may mislead
 _STREAM_SECONDS = 0.03  # a piece of a stream comes about this often, or with every token where those take longer
 
 
@@ -88,9 +88,9 @@ class Output:
         finish_reasons: "stop" (a stop token or stop string) or "length".
         stats: What the call cost.
         logprobs: Natural log-probability of each new token under the model, before temperature, filters and penalties;
-            None unless they were asked for.
+            None unless requested.
         top_logprobs: At the place of each new token the likeliest tokens, as pairs (token id, log-probability), most
-            likely first; None unless a number of them was asked for.
+            likely first; None unless a number of them is requested.
     """
 
     tokens: list[list[int]]

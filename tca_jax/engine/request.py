@@ -73,7 +73,7 @@ class AnswerReader:
     def _cut_at_stop_string(self, tokens: list[int]) -> Answer:
         """The tokens up to the one that completes a stop string first, and the text in front of that string.
 
-        Which one is first does not depend on how often somebody looks.
+        Which one is first does not depend on the number of looks.
         """
         if self.lm.tokenizer is None:
             return Answer(tokens, None, False)
@@ -106,7 +106,7 @@ class AnswerReader:
         return text + (raw[len(before) : place] if part else "")
 
     def _stop_place(self, text: str, early: int) -> int | None:
-        """Where the earliest stop string begins that ends behind the first `early` characters; None without any."""
+        """Place of the earliest stop string that ends after the first `early` characters; None without any."""
         places = (text.find(s, max(0, early - len(s) + 1)) for s in self.config.stop)
         return min((place for place in places if place >= 0), default=None)
 

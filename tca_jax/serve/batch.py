@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,17 +71,6 @@ class Request:
     def own_tokens(self) -> int:
         """Tokens that the row may have after the document."""
         return len(self.new) + self.max_new_tokens
-
-
-class RowOutput(NamedTuple):
-    """Output of a step for one row, on the host."""
-
-    request: Request
-    token: int | None  # None: it drew none
-    done: bool  # whether a stop token was drawn
-    finite: bool
-    logprob: list[float]  # of the token, where it is requested
-    top: list[list[tuple[int, float]]]
 
 
 class Batch:
@@ -231,10 +220,13 @@ class Batch:
         self._state = dataclasses.replace(state, cache=self._pool.take_back(state.cache))
         self.pending.append((output, tuple(self.rows)))
 
-    def wait(self) -> list[RowOutput]:
-        """Waits for the first pending step; its output for the rows that are still there.
+    def wait(self) -> list[tuple[Request, int, bool, bool]]:
+        """Waits for the first pending step, and hands out its tokens.
 
         Log-probabilities are those of the last dispatched step: where a row wants them, this is the only one.
+
+        Returns:
+            Requests, their numbers of new tokens, whether their logits are finite, and whether a stop token was drawn.
         """
         (packed, rows), state = self.pending.pop(0), self._state
         steps, done, finite, last = np.asarray(packed).tolist()
@@ -244,15 +236,13 @@ class Batch:
             if request is None or request.slot != slot or not request.scheduled:
                 continue
             new, wanted = steps[slot] - request.streamed, request.stream.config.num_logprobs
-            own, likeliest = list[float](), list[list[tuple[int, float]]]()
             assert new < 2, "an output has the last token alone"
-            if new and wanted is not None:
-                own = logprobs[slot].tolist()
-            if new and wanted:
-                ids, values = (x[slot, 0, :wanted].tolist() for x in top)
-                likeliest = [list(zip(ids, values, strict=True))]
-            token = last[slot] if new else None
-            outputs.append(RowOutput(request, token, bool(done[slot]), bool(finite[slot]), own, likeliest))
+            if new and finite[slot]:
+                ids, values = ([], []) if not wanted else (x[slot, 0, :wanted].tolist() for x in top)
+                likeliest = [list(zip(ids, values, strict=True))] if wanted else []
+                request.stream.add([last[slot]], [] if wanted is None else logprobs[slot].tolist(), likeliest)
+                request.streamed += 1
+            outputs.append((request, new, bool(finite[slot]), bool(done[slot])))
         return outputs
 
     def _leaves(self, request: Request) -> bool:

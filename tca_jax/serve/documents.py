@@ -15,7 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,7 +75,7 @@ class Document:
 
 
 class Documents:
-    """All documents of an engine, and their pages. Only the engine's thread calls it, except `get` and `all`.
+    """All documents of an engine, and their pages. Only the engine's thread changes it.
 
     `lost` are documents without a copy, to be read again. `failures` are documents that could not be moved to the
     device, with the error. The caller takes both out.
@@ -89,10 +89,10 @@ class Documents:
         self.lost: list[Document] = []
         self.failures: list[tuple[Document, Exception]] = []
         self._unstored: collections.deque[Document] = collections.deque()
-        self._writing: Future[None] | None = None
+        self._writing: tuple[Document, Future[None]] | None = None
         found = [] if storage is None else storage.documents()
         own = [each for each in found if self.id_of(each.tokens, each.parts) == each.id]  # not another model's
-        self._by_id = OrderedDict((each.id, each) for each in own)  # least recently used first
+        self.by_id = OrderedDict((each.id, each) for each in own)  # least recently used first
 
     @functools.cached_property
     def _identity(self) -> tuple[str, str, str]:
@@ -105,27 +105,14 @@ class Documents:
         digest = hashlib.sha256(model + np.asarray(tokens, np.int64).tobytes()).hexdigest()
         return f"{'doc' if named else 'text'}-{digest[:24]}"
 
-    def get(self, id_: str) -> Document | None:
-        """The document of an id."""
-        return self._by_id.get(id_)
-
     def usable(self, id_: str) -> Document | None:
         """The document of an id that has not failed."""
-        found = self._by_id.get(id_)
+        found = self.by_id.get(id_)
         return None if found is None or found.state == "failed" else found
 
     def all(self) -> list[Document]:
         """All of them, least recently used first."""
-        return list(self._by_id.values())
-
-    def add(self, document: Document) -> None:
-        """Adds a document that waits to be read."""
-        self._by_id[document.id] = document
-
-    def touch(self, document: Document) -> None:
-        """Marks a document as recently used."""
-        if document.id in self._by_id:
-            self._by_id.move_to_end(document.id)
+        return list(self.by_id.values())
 
     def forget(self, document: Document) -> None:
         """Drops an unused document, also on disk. OSError if it cannot be removed there; it stays then."""
@@ -137,8 +124,8 @@ class Documents:
     def drop(self, document: Document) -> None:
         """Drops it from memory, and its name."""
         self.fail(document, _gone_error(document))
-        if self.get(document.id) is document:
-            del self._by_id[document.id]
+        if self.by_id.get(document.id) is document:
+            del self.by_id[document.id]
 
     def fail(self, document: Document, error: Exception) -> None:
         """Marks a document as failed. Its pages are freed; a named one stays listed."""
@@ -146,8 +133,8 @@ class Documents:
         document.chunks = None
         document.error, document.state = error, "failed"
         _settle(document.storing, error)
-        if not document.named and self.get(document.id) is document:
-            del self._by_id[document.id]
+        if not document.named and self.by_id.get(document.id) is document:
+            del self.by_id[document.id]
 
     def _release(self, document: Document) -> None:
         if document.here and document.pages is not None:
@@ -159,20 +146,20 @@ class Documents:
     def make_room(self, pages: int) -> bool:
         """Whether `pages` are free, once unused documents have left the device for them."""
         for document in self.all():
-            if self.pool.free >= pages:
+            if self.pool.allocator.free >= pages:
                 break
             if document.state == "device" and not document.users:
                 if not document.named:
                     self.drop(document)
                 elif self._to_host(document) or document.stored:
                     self._gone(document)
-        return self.pool.free >= pages
+        return self.pool.allocator.free >= pages
 
     def would_have_room(self, pages: int) -> bool:
         """Whether `pages` would be free once the documents in use are not; shared pages count twice."""
         here = [each for each in self.all() if each.here]
         memory = self._host_bytes - sum(each.num_bytes for each in self.all() if each.chunks is not None)
-        free = self.pool.free
+        free = self.pool.allocator.free
         for document in here:
             if document.named and document.chunks is None and not document.stored:
                 memory -= document.num_bytes
@@ -294,7 +281,7 @@ class Documents:
 
     def move(self) -> bool:
         """Writes pages that have arrived to the pool; whether others are under way."""
-        left = []
+        left: list[tuple[Document, Numbers, Rows]] = []
         for document, numbers, chunk in self._arriving:
             if not document.here:  # it was forgotten, or has failed
                 continue
@@ -308,14 +295,10 @@ class Documents:
                 document.chunks = None
                 self._gone(document)
                 self.failures.append((document, error))
+        for document in {each for each, *_ in self._arriving} - {each for each, *_ in left}:
+            document.state = "device" if document.here else document.state
         self._arriving = [each for each in left if each[0].here]
         return bool(self._arriving)
-
-    def is_here(self, document: Document) -> bool:
-        """Whether all of its pages are on the device."""
-        if document.state == "moving" and not any(each is document for each, *_ in self._arriving):
-            document.state = "device"
-        return document.state == "device"
 
     # The disk
 
@@ -349,35 +332,36 @@ class Documents:
 
     def store(self) -> bool:
         """Starts to store the next document, one at a time (each needs a host copy); whether any is left."""
-        while self._unstored and (self._writing is None or self._writing.done()):
+        if self._writing is not None and self._writing[1].done():
+            self._stored(self._writing[0], self._writing[1].exception())
+            self._writing = None
+        while self._unstored and self._writing is None:
             document = self._unstored.popleft()
             # A lost one is stored when it is read again.
-            if document.storing is not None and document.state not in ("waiting", "failed"):
-                self._store(document, document.storing)
-        return bool(self._unstored) or not (self._writing is None or self._writing.done())
+            if document.storing is None or document.storing.done() or document.state in ("waiting", "failed"):
+                continue
+            try:
+                self._writing = document, self._write(document, document.storing)
+            except Exception as error:
+                self._stored(document, error)
+        return self._writing is not None
+
+    def _write(self, document: Document, storing: Future[None]) -> Future[None]:
+        storage: Any = self._storage
+        as_now = copy.copy(document)  # another thread reads it, and it may move
+        as_now.chunks = self._copies(document) if document.chunks is None else document.chunks
+        make = functools.partial(_context_of, self._lm, self.pool, as_now)
+        return storage.store(document, make, lambda: not storing.done())
+
+    def _stored(self, document: Document, error: BaseException | None) -> None:
+        if _settle(document.storing, error) and error is not None:
+            _log.warning("document %s is not stored: %s", document.id, error)
 
     def finish_storing(self) -> None:
         """Stores all documents that are not stored yet."""
         while self.store():
             if self._writing is not None:
-                wait([self._writing])
-
-    def _store(self, document: Document, storing: Future[None]) -> None:
-        def note(error: BaseException | None) -> None:
-            if _settle(storing, error) and error is not None:
-                _log.warning("document %s is not stored: %s", document.id, error)
-
-        if self._storage is None or storing.done():
-            return
-        try:
-            as_now = copy.copy(document)  # another thread reads it, and it may move
-            as_now.chunks = self._copies(document) if document.chunks is None else document.chunks
-            make = functools.partial(_context_of, self._lm, self.pool, as_now)
-            self._writing = self._storage.store(document, make, lambda: not storing.done())
-        except Exception as error:
-            note(error)
-        else:
-            self._writing.add_done_callback(lambda writing: note(writing.exception()))
+                wait([self._writing[1]])
 
 
 class Storage:
@@ -519,15 +503,12 @@ def _gone_error(document: Document) -> UserError:
 
 def _settle(storing: Future[None] | None, error: BaseException | None) -> bool:
     """Completes a future, once; whether this call did."""
-    try:
-        if storing is None or storing.done():
-            return False
-        if error is None:
-            storing.set_result(None)
-        else:
-            storing.set_exception(error)
-    except InvalidStateError:  # another thread did, just now
+    if storing is None or storing.done():
         return False
+    if error is None:
+        storing.set_result(None)
+    else:
+        storing.set_exception(error)
     return True
 
 

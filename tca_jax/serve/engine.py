@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Unpack
 
@@ -104,11 +104,7 @@ class Loop:
         self._thread.join()
 
     def _refusal(self) -> EngineEnded:
-        if self.failure is None:
-            return EngineEnded("the engine is closed")
-        refusal = EngineEnded(str(self.failure))
-        refusal.__cause__ = self.failure.__cause__
-        return refusal
+        return self.failure or EngineEnded("the engine is closed")
 
     def _run(self) -> None:
         failure = None
@@ -143,7 +139,7 @@ class Loop:
             self._calls.popleft()[1].set_exception(self._refusal())
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """Serves one model: any thread, or asyncio, may call it at any time. A context manager, or call `close`.
 
     Answers are those of `generate`, whatever else is in the batch. Rows come and go without compiling.
@@ -201,9 +197,6 @@ class Engine:
         self._scheduler = Scheduler(lm, self._documents, self.max_rows, kernels)
         self._loop = Loop(self._scheduler)
 
-    def __enter__(self) -> Engine:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -221,7 +214,7 @@ class Engine:
     @property
     def document_pages(self) -> Pages:
         """Pages for documents."""
-        return Pages(self._pool.free, self._pool.documents)
+        return Pages(self._pool.allocator.free, self._pool.documents)
 
     @property
     def answer_pages(self) -> Pages:
@@ -271,7 +264,7 @@ class Engine:
         def drop() -> None:
             found = self.document(document)
             unused = not found.users and found.state != "waiting"
-            require(unused, f"document {document!r} is in use; cancel what is asked about it first", DocumentInUse)
+            require(unused, f"document {document!r} is in use; cancel its answers first", DocumentInUse)
             self._documents.forget(found)
 
         self._loop.call(drop)
@@ -282,7 +275,7 @@ class Engine:
 
     def document(self, document: str) -> Document:
         """A document by its id. ValueError if it is unknown."""
-        found: Any = self._documents.get(document) if isinstance(document, str) else None
+        found: Any = self._documents.by_id.get(document) if isinstance(document, str) else None
         require(found is not None, f"unknown document {document!r}", UnknownDocument)
         return found
 
@@ -374,7 +367,7 @@ class Engine:
         return stream
 
     def idle(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until nothing is to be read or answered; whether that is so."""
+        """Waits at most `timeout` seconds until nothing is to be read or answered; whether it is."""
         return self._loop.wait_until(lambda: self._loop.resting, timeout)
 
     def _cancel(self, stream: Stream) -> None:
@@ -382,7 +375,7 @@ class Engine:
             self._loop.post(lambda: self._scheduler.cancel(stream))
 
     def _appended(self, document: Document, more: Prompt, argument: str, new_tokens: int) -> list[int]:
-        """Token ids after a document, before so many new tokens."""
+        """Token ids after a document, with room for new tokens."""
         (ids,) = encode_appended(self.lm, [more], 1, lambda row: document.tokens, argument)
         require_positions(argument, len(ids), new_tokens, self.lm, context_tokens=len(document.tokens))
         return ids

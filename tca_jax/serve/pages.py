@@ -76,11 +76,6 @@ class PagePool:
         self.renew()
 
     @property
-    def free(self) -> int:
-        """Free pages of documents, on the device that has fewest."""
-        return self.allocator.free
-
-    @property
     def free_answers(self) -> int:
         """Pages of answers that no request has reserved."""
         return self.answers - self.reserved
@@ -202,22 +197,11 @@ def _empty_table(lm: LM, *, rows: int, widths: Widths, pages: int) -> Rows:
 
 def _empty_state(lm: LM, rows: int, stops: int, cache: Any) -> DecodingState:
     """Ended rows without tokens; with room for a token of each, as the host gets the output of each step."""
-    zeros = jnp.zeros(rows, jnp.int32)
-    return DecodingState(
-        tokens=jnp.full((rows, 1), lm.pad_token_id, jnp.int32),
-        step=zeros,
-        last=zeros,
-        done=jnp.ones(rows, bool),
-        lengths=zeros,
-        keys=jax.random.split(jax.random.key(0), rows),
-        seen=None,
-        stop_tokens=jnp.full((rows, stops), lm.config.vocab_size, jnp.int32),
-        min_new_tokens=zeros,
-        logprobs=jnp.zeros((rows, 1), jnp.float32),
-        top=None,
-        finite=jnp.ones(rows, bool),
-        cache=cache,
-    )
+    fields: dict[str, Any] = dict.fromkeys(("step", "last", "lengths", "min_new_tokens"), jnp.zeros(rows, jnp.int32))
+    fields |= dict.fromkeys(("done", "finite"), jnp.ones(rows, bool)) | dict.fromkeys(("seen", "top"))
+    fields["tokens"], fields["logprobs"] = jnp.full((rows, 1), lm.pad_token_id, jnp.int32), jnp.zeros((rows, 1))
+    fields["stop_tokens"] = jnp.full((rows, stops), lm.config.vocab_size, jnp.int32)
+    return DecodingState(**fields, keys=jax.random.split(jax.random.key(0), rows), cache=cache)
 
 
 def _empty_batch(lm: LM, *, rows: int, widths: Widths, pages: int, stops: int) -> DecodingState:

@@ -82,7 +82,7 @@ class _Fields(BaseModel):
         for name in body.keys() - {*known, *cls.ignored}:
             if body[name] not in cls.ignored_values:
                 kind, words, allowed = "unknown_parameter", f"unknown field: must be one of {', '.join(known)}", ()
-                if issubclass(cls, Answering) and name in _UNSUPPORTED:
+                if issubclass(cls, AnswerRequest) and name in _UNSUPPORTED:
                     kind, (words, *allowed) = "unsupported", _UNSUPPORTED[name]
                 if body[name] not in allowed:
                     raise PydanticCustomError(kind, words, {"field": name.encode(errors="replace").decode()})
@@ -114,15 +114,15 @@ class StreamOptions(_Fields):
 
 _SAME_NAMES = ("top_k", "top_p", "min_p", "repetition_penalty")  # fields of `GenerationConfig`, and of requests
 if TYPE_CHECKING:
-    _Drawing = _Fields
+    _SamplingFields = _Fields
 else:
     _hints, _given = get_type_hints(GenerationConfig), vars(GenerationConfig())
-    _Drawing = create_model(
-        "_Drawing", __base__=_Fields, **{name: (_hints[name], _given[name]) for name in _SAME_NAMES}
+    _SamplingFields = create_model(
+        "_SamplingFields", __base__=_Fields, **{name: (_hints[name], _given[name]) for name in _SAME_NAMES}
     )
 
 
-class Answering(_Drawing):
+class AnswerRequest(_SamplingFields):
     """Fields that chats and completions share. `GenerationConfig` checks the bounds of its fields."""
 
     ignored = _IGNORED
@@ -204,7 +204,7 @@ class ResponseFormat(_Fields):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class ChatRequest(Answering):
+class ChatRequest(AnswerRequest):
     """Body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
@@ -228,7 +228,7 @@ def _prompts(value: Any) -> list[Any]:
     return prompts
 
 
-class CompletionRequest(Answering):
+class CompletionRequest(AnswerRequest):
     """Body of `/v1/completions`."""
 
     default_tokens = 16
@@ -411,10 +411,8 @@ class Text(Chat):
 
     def _by_text(self, token: int, logprob: float, likeliest: list[tuple[int, float]]) -> dict[str, float]:
         """The likeliest tokens of a place and its own, by text; of equal texts the likelier."""
-        by_text: dict[str, float] = {}
-        for each, value in sorted([(token, logprob), *likeliest], key=lambda pair: -pair[1]):
-            by_text.setdefault(shown_token(token_bytes(self._tokenizer, each)), value)
-        return by_text
+        ascending = sorted([(token, logprob), *likeliest], key=lambda pair: pair[1])
+        return {shown_token(token_bytes(self._tokenizer, each)): value for each, value in ascending}
 
     def _answer(self, text: str) -> Json:
         return {"text": text}

@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from ray import serve
@@ -22,31 +22,6 @@ from tca_jax.errors import UserError, require
 from tca_jax.serve.server import Server
 
 
-class Options(NamedTuple):
-    """The arguments of `app`."""
-
-    model: str
-    replicas: int
-    gpus: int
-    serving: ServingOptions
-    running: ModelOptions
-
-
-@with_options
-def _options(
-    model: ModelArgument,
-    replicas: Annotated[int, typer.Option(help="Engines.", min=1)] = 1,
-    gpus: Annotated[int | None, typer.Option(help="GPUs of an engine.", min=0)] = None,
-    serving: ServingOptions = ServingOptions(),  # noqa: B008 (frozen)
-    running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
-) -> Options:
-    serving.check()
-    own = f"belongs to one engine, and replicas = {replicas}; leave it out"
-    require(replicas == 1 or serving.disk is None, f"disk = {str(serving.disk)!r}: {own}")
-    devices = math.prod(parse_mesh_shape(running.mesh, "mesh")) if running.mesh else 1
-    return Options(model, replicas, devices if gpus is None else gpus, serving, running)
-
-
 def app(args: Mapping[str, Any]) -> serve.Application:
     """The application that Ray Serve runs.
 
@@ -54,15 +29,6 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         args: `model`, as for `tca_jax.load`; `replicas` (1); `gpus` of each (the devices of `mesh`, or 1; 0 on a CPU);
             other options of `tca-jax serve`, with "_" for "-", except `host` and `port`.
     """
-    options = _parsed(args)
-    static = {"num_replicas": options.replicas, "ray_actor_options": {"num_gpus": options.gpus}}
-    seconds = 2 * options.serving.grace + 1  # for answers, then for documents to be stored
-    deployment = serve.deployment(Replica, name="Engine", graceful_shutdown_timeout_s=seconds, **static)
-    return deployment.options(max_ongoing_requests=10_000).bind(options)  # the server has bounds of its own
-
-
-def _parsed(args: Mapping[str, Any]) -> Options:
-    """Options by their names, checked as on a command line."""
     named = args.get("model") is not None
     require(named, "model is missing: pass model=, an alias, a Hugging Face Hub id or a local folder")
     given = dict(args)
@@ -72,21 +38,40 @@ def _parsed(args: Mapping[str, Any]) -> Options:
     model = str(given.pop("model"))
     line = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     command = typer.Typer(add_completion=False)
-    command.command()(_options)
-    try:
+    command.command()(_application)
+    try:  # options are checked as on a command line
         return typer.main.get_command(command).main([*line, "--", model], standalone_mode=False)
     except UsageError as error:
         raise UserError(error.format_message()) from None
+
+
+@with_options
+def _application(
+    model: ModelArgument,
+    replicas: Annotated[int, typer.Option(help="Engines.", min=1)] = 1,
+    gpus: Annotated[int | None, typer.Option(help="GPUs of an engine.", min=0)] = None,
+    serving: ServingOptions = ServingOptions(),  # noqa: B008 (frozen)
+    running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
+) -> serve.Application:
+    serving.check()
+    own = f"belongs to one engine, and replicas = {replicas}; leave it out"
+    require(replicas == 1 or serving.disk is None, f"disk = {str(serving.disk)!r}: {own}")
+    devices = math.prod(parse_mesh_shape(running.mesh, "mesh")) if running.mesh else 1
+    static = {"num_replicas": replicas, "ray_actor_options": {"num_gpus": devices if gpus is None else gpus}}
+    seconds = 2 * serving.grace + 1  # for answers, then for documents to be stored
+    deployment = serve.deployment(Replica, name="Engine", graceful_shutdown_timeout_s=seconds, **static)
+    bounds = deployment.options(max_ongoing_requests=10_000)  # the server has bounds of its own
+    return bounds.bind(model, serving, running)
 
 
 @serve.ingress()
 class Replica:
     """One engine and its server, in a process of its own."""
 
-    def __init__(self, options: Options) -> None:
-        launched_in_order(options.running.mesh)
-        self._engine = options.serving.engine(options.model, options.running)
-        self._server = Server(self._engine, options.serving.settings(options.model))
+    def __init__(self, model: str, serving: ServingOptions, running: ModelOptions) -> None:
+        launched_in_order(running.mesh)
+        self._engine = serving.engine(model, running)
+        self._server = Server(self._engine, serving.settings(model))
         self._server.app.router.lifespan_context = self._lifespan
 
     @contextlib.asynccontextmanager

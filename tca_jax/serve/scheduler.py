@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -32,7 +33,7 @@ from tca_jax.serve.documents import Document, Documents
 from tca_jax.serve.pages import Widths, bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
-_TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
+_TOGETHER_TOKENS = 2048  # longer prompts are read alone
 # Tokens times layers between two steps; a layer is the least. Running answers wait as long as they take: for a layer of
 # LLaMA-3.1-8B at 131,072 tokens 57 TFLOP of matrix products, a tenth of a second of an H200, and its attention.
 _PART_TOKENS = 131_072
@@ -60,7 +61,7 @@ class Scheduler:
     # What other threads call
 
     def require_pages(self, tokens: int) -> None:
-        """Raises ValueError if a document of so many tokens can never be held."""
+        """Raises ValueError if a document can never be held."""
         needed, total = read.num_pages(self._lm, self._lm.cache_layout(1, bucket_length(tokens))), self._pool.documents
         require(needed <= total, f"{tokens:,} tokens need {needed:,} pages: the engine holds {total:,} (pages)")
 
@@ -83,13 +84,13 @@ class Scheduler:
     def read(self, document: Document) -> None:
         """Adds a document to be read."""
         document.arrival = next(self._arrivals)
-        self._documents.add(document)
+        self._documents.by_id[document.id] = document
         self._prefiller.add(document)
 
     def append(self, target: Document, parent: Document) -> None:
         """Adds a document that continues another one."""
         stream, new = Stream(self._lm, GenerationConfig()), target.tokens[len(parent.tokens) :]
-        self._documents.add(target)
+        self._documents.by_id[target.id] = target
         self.add(Request(stream, parent, new, target=target))
 
     def add(self, request: Request) -> None:
@@ -191,7 +192,7 @@ class Scheduler:
             return
         parent = Document(ids[1], tokens, parts, named=False)
         self.append(document, parent)
-        documents.add(parent)
+        documents.by_id[parent.id] = parent
         self._read_again(parent)
 
     # Admission
@@ -210,7 +211,7 @@ class Scheduler:
             raise request.document.error
         if request.needed_pages:  # later requests do not take the pages of its target
             self._wait_for_room(request, request.needed_pages)
-        if request.slot is None and not (self._is_here(request) and self._begin(request)):
+        if request.slot is None and not self._begin(request):
             return False
         if request.fed < len(request.new) or request.logits is None:
             self._batch.feed(request)
@@ -223,8 +224,13 @@ class Scheduler:
             self._batch.admit(request)
         return True
 
-    def _is_here(self, request: Request) -> bool:
-        """Whether a request's document is on the device; if not, it is moved there and pinned."""
+    def _wait_for_room(self, request: Request, count: int) -> None:
+        """Blocks later requests if `count` pages can become free when others end."""
+        if self._documents.would_have_room(count):
+            self._first_blocked = min(self._first_blocked, request.arrival)
+
+    def _begin(self, request: Request) -> bool:
+        """Gives a request a row; false before its document is on the device, and without enough pages or a free row."""
         document, documents = request.document, self._documents
         if not request.pins and request.arrival > min(self._first_blocked, self._prefiller.waits):
             return False
@@ -233,27 +239,21 @@ class Scheduler:
                 self._pin(request)
             else:
                 self._wait_for_room(request, document.num_pages)
-        return documents.is_here(document)
-
-    def _wait_for_room(self, request: Request, count: int) -> None:
-        """Blocks later requests if `count` pages can become free when others end."""
-        if self._documents.would_have_room(count):
-            self._first_blocked = min(self._first_blocked, request.arrival)
-
-    def _begin(self, request: Request) -> bool:
-        """Gives a request a row of its own; false without enough pages, or without a place in the batch."""
-        count, _ = self._batch.own_pages(len(request.document.tokens), request.own_tokens)
+        if document.state != "device":
+            return False
+        count, _ = self._batch.own_pages(len(document.tokens), request.own_tokens)
         slot = self._batch.free_slot
         if self._answers_blocked or slot is None or count > self._pool.free_answers:
             self._answers_blocked = True
             return False
         pinned = request.pins
         self._pin(request)
-        if request.needed_pages and not self._documents.make_room(request.needed_pages):
+        if request.needed_pages and not documents.make_room(request.needed_pages):
             if not pinned:
                 self._unpin(request)
             return False
-        self._documents.touch(request.document)
+        if document.id in documents.by_id:
+            documents.by_id.move_to_end(document.id)
         self._batch.begin(request, slot)
         return True
 
@@ -288,18 +288,14 @@ class Scheduler:
         one_by_one = batch.has_masks or batch.wants_logprobs or not self._prefiller.is_idle
         if not (one_by_one or is_called()):
             batch.dispatch()
-        for output in batch.wait():
-            request = output.request
+        for request, new, finite, done in batch.wait():
             if request.slot is None:  # the error of another row has ended it
                 continue
             with self._failing(request):
-                self._require_finite(request, output.finite)
-                if output.token is not None:
-                    request.streamed += 1
-                    request.stream.add([output.token], output.logprob, output.top)
-                if output.done or request.streamed >= request.max_new_tokens:
-                    self._leave(request, "stop" if output.done else "length")
-                elif output.token is not None:
+                self._require_finite(request, finite)
+                if done or request.streamed >= request.max_new_tokens:
+                    self._leave(request, "stop" if done else "length")
+                elif new:
                     self._update_mask(request)
         if not batch.requests:  # the pending step has no rows left
             batch.pending.clear()
@@ -354,7 +350,7 @@ class Scheduler:
                     return None
             except UserError:  # there never will be room
                 return None
-            self._documents.add(document)
+            self._documents.by_id[document.id] = document
         return document.id
 
 
@@ -370,8 +366,8 @@ class Prefiller:
         self._recover, self.waits = recover, math.inf
         self._waiting: collections.deque[Document] = collections.deque()
         self._current: list[Document] = []
-        self._steps: Any = None  # of reading these, from `_read`
-        self._next: tuple[Future[Any], int] = Future(), 0
+        self._layers: Any = None  # of reading these, from `_read`
+        self._programs: Future[Any] = Future()
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="tca-jax-compile")
 
     def add(self, document: Document, *, first: bool = False) -> None:
@@ -392,24 +388,24 @@ class Prefiller:
         self._waiting.extendleft(reversed(self._end()))
 
     def read_on(self, before: float) -> bool:
-        """Reads on in the next documents that arrived `before`; false if none fits, or its program compiles."""
+        """Reads on in the next documents that arrived `before`; false if none fits, or its programs compile."""
         if not (self._current or self._begin(before)):
             return False
         if not any(map(_is_wanted, self._current)):
             for document in self._end():
                 self._documents.drop(document)
             return True
-        if not self._next[0].done():
+        if not self._programs.done():
             return False
         left = _PART_TOKENS
         try:
-            while self._next[0].done() and (self._next[1] <= max(left, 0) or left == _PART_TOKENS):
-                left -= self._next[1]
-                self._next = next(self._steps)
+            for tokens in self._layers:
+                if (left := left - tokens) < tokens:
+                    break
+            else:
+                self._end()
             # Waited for, so that an error is that of these documents, and a new request waits for this part at most.
             jax.block_until_ready(self._pool.arrays)
-        except StopIteration:
-            self._end()
         except Exception as error:
             for document in self._end():
                 self._documents.fail(document, error)
@@ -419,8 +415,9 @@ class Prefiller:
     def _end(self) -> list[Document]:
         """Ends the current reading, of these documents, and frees its pages."""
         documents, self._current = self._current, []
-        if self._steps is not None:
-            self._steps.close()
+        self._programs.cancel()
+        if self._layers is not None:
+            self._layers.close()
         return documents
 
     def _begin(self, before: float) -> bool:
@@ -440,9 +437,9 @@ class Prefiller:
             return False
         for document in group:
             self._waiting.remove(document)
-        self._current, self._steps = group, self._read(group, layout, self._pool.allocator.take(count))
-        self._next = next(self._steps)
-        wait([self._next[0]], _COMPILE_WAIT_SECONDS)
+        self._current, self._layers = group, self._read(group, layout, self._pool.allocator.take(count))
+        next(self._layers)
+        wait([self._programs], _COMPILE_WAIT_SECONDS)
         return True
 
     def _group(self) -> list[Document]:
@@ -455,64 +452,58 @@ class Prefiller:
         most = min(len(same), fit, max(1, _TOGETHER_TOKENS // first))
         return same[: 1 << (most.bit_length() - 1)]
 
-    def _read(self, group: list[Document], layout: CacheLayout, numbers: Numbers) -> Iterator[tuple[Future[Any], int]]:
-        """Reads documents into pages; yields each program before it runs, while it compiles, and its tokens."""
-        lm, pool, programs = self._lm.for_programs(), self._pool, list[Future[Any]]()
-        submit: Callable[..., Future[Any]] = self._compilers.submit
-        tokens, lengths = pad_tokens([each.tokens for each in group], lm.pad_token_id)
+    def _read(self, group: list[Document], layout: CacheLayout, numbers: Numbers) -> Iterator[int]:
+        """Reads documents into pages: starts to compile, then yields the tokens of each layer."""
+        lm, pool = self._lm.for_programs(), self._pool
+        prompts: Any = pad_tokens([each.tokens for each in group], lm.pad_token_id)
+        tokens, lengths = prompts
+        outer, weightless, layers = lm.without_layers(), lm.without_weights(), range(lm.config.num_layers)
         graphdef: dict[str, Any] = {"graphdef": lm.layer_graphdef}
         of_prompts, room = read.layout_of_prompts(lm, layout)
-        options: dict[str, Any] = {**graphdef, "layout": of_prompts, "backend": self._backend}
-        outer, weightless = lm.without_layers(), lm.without_weights()
+        static = graphdef | {"layout": of_prompts, "backend": self._backend}
 
         def of_layer(number: int, x: Any, cos: Any, sin: Any, shares: Any, rows: Rows) -> tuple[Any, ...]:
             given = lm.layer_params(number), x, shares, rows, cos, sin, lengths, lengths
             return weightless, *given, np.int32(room), np.int32(number)
 
-        def prepare_attend(number: int) -> Any:
-            given = of_layer(number, *results_of(begin.result()[0])[:4], empty)
-            return read.attend_program.prepare(*given, **options, layer=read.static_layer(lm.method, number))
-
-        def prepare_after() -> Any:
-            x, (out, *_) = results_of(begin.result()[0])[0], results_of(attend[0].result()[0])
-            return read.after_program.prepare(weightless, lm.layer_params(0), x, out, **graphdef)
-
-        def prepare_end() -> Any:
-            x, (out, shares, _) = results_of(begin.result()[0])[0], results_of(attend[0].result()[0])
-            return read.end_program.prepare(outer, lm.last_layer_params, x, out, lengths, shares, **graphdef)
+        def prepare(empty: Any) -> Any:
+            begin, _ = read.begin_program.prepare(outer, tokens, lengths, layout=None, more_pages=0)
+            x, cos, sin, shares, _ = results_of(begin)
+            different = layers if lm.method.layers_differ else layers[:1]
+            given = [(of_layer(i, x, cos, sin, shares, empty), read.static_layer(lm.method, i)) for i in different]
+            for each, layer in given if lm.mesh is None else ():
+                read.attend_program.compile_ahead(*each, **static, layer=layer)
+            attend = [read.attend_program.prepare(*each, **static, layer=layer)[0] for each, layer in given]
+            out, shares, _ = results_of(attend[0])
+            after, _ = read.after_program.prepare(weightless, lm.layer_params(0), x, out, **graphdef)
+            end, _ = read.end_program.prepare(outer, lm.last_layer_params, x, out, lengths, shares, **graphdef)
+            return begin, attend, after, end
 
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:
-                own = submit(read.read, lm, tokens, lengths, lengths, layout, backend=self._backend)
-                programs.append(own)
-                yield own, 0
-                self._enter(group, *on_host([own.result()[i] for i in (0, 2, 1)]))
+                own = functools.partial(read.read, lm, tokens, lengths, lengths, layout, backend=self._backend)
+                self._programs = self._compilers.submit(own)
+                yield 0
+                logits, rows, shares, _ = self._programs.result()
+                self._enter(group, *on_host((logits, shares, rows)))
                 return
             widths = Widths.of_row(lm, max(layout.kept_columns), layout.prompt_tokens)
             table = pages.empty_table.run(weightless, rows=len(group), widths=widths, pages=pool.total)
             table = dataclasses.replace(table, free=pool.free_pages(numbers, len(numbers[0])))
-            empty = jax.tree.map(_shape, pool.lend(table))
-            begin = submit(read.begin_program.prepare, outer, tokens, lengths, layout=None, more_pages=0)
-            same, last = read.static_layer(lm.method, 0) is None, lm.config.num_layers - 1
-            attend = [submit(prepare_attend, number) for number in range(1 if same else last + 1)]
-            after, end = submit(prepare_after), submit(prepare_end)
-            programs += [begin, *attend, after, end]
-            yield begin, 0
-            x, cos, sin, shares, _ = begin.result()[0](outer, tokens, lengths)
-            for number in range(lm.config.num_layers):
-                program = attend[0 if same else number]
-                yield program, tokens.size
-                out, shares, rows = program.result()[0](*of_layer(number, x, cos, sin, shares, pool.lend(table)))
+            self._programs = self._compilers.submit(prepare, jax.tree.map(_shape, pool.lend(table)))
+            yield 0
+            begin, attend, after, end = self._programs.result()
+            x, cos, sin, shares, _ = begin(outer, tokens, lengths)
+            for number in layers:
+                program = attend[number if lm.method.layers_differ else 0]
+                out, shares, rows = program(*of_layer(number, x, cos, sin, shares, pool.lend(table)))
                 table = pool.take_back(rows)
-                if number < last:
-                    yield after, 0
-                    x = after.result()[0](weightless, lm.layer_params(number), x, out)
-            yield end, 0
-            logits, shares = end.result()[0](outer, lm.last_layer_params, x, out, lengths, shares)
+                if number < layers[-1]:
+                    x = after(weightless, lm.layer_params(number), x, out)
+                yield tokens.size
+            logits, shares = end(outer, lm.last_layer_params, x, out, lengths, shares)
             self._enter(group, *on_host((logits, shares, table)))
         finally:
-            for program in programs:
-                program.cancel()
             pool.allocator.release(numbers)  # documents use what they need of them
 
     def _enter(self, group: list[Document], logits: Any, shares: Any, rows: Rows) -> None:

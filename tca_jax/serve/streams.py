@@ -28,7 +28,7 @@ class Completion:
     finish_reason: FinishReason  # "stop" (a stop token or stop string), "length", or "cancelled"
     prompt_tokens: int  # after a document, of what was appended to it
     document_tokens: int  # 0 without a document
-    document: str | None  # id of the document that the answer left, where it was asked with `keep`
+    document: str | None  # id of the document that the answer became, with `keep`
     seconds_to_first_token: float  # from the request
     seconds: float  # from the request to the last token
     logprobs: list[float] | None  # of each new token, before temperature, filters and penalties; None unless requested

@@ -72,7 +72,6 @@ REFUSED = [
         (ChatRequest, {"messages": HELLO, **fields}, message)
         for fields, message in (
             ({"messages": []}, r"messages = \[\]: must have at least 1 item"),
-            ({"messages": None}, "messages = null: must be given"),
             ({"messages": ["x"]}, r'messages\[0\] = "x": must be an object with role, content'),
             ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role = \"tool\": must be 'system', '"),
             (
@@ -89,24 +88,14 @@ REFUSED = [
             ),
             ({"top_logprobs": 2}, "top_logprobs = 2: needs logprobs = true"),
             ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens = 4: differs"),
-            ({"stream": 1}, "stream = 1: must be a valid boolean"),
             ({"stream_options": {"include_usage": True}}, "needs stream = true"),
             ({"stop": ["x"] * 65}, "must have at most 64 items"),
-            ({"stop": 1}, r"stop\[0\] = 1: must be a valid string"),
-            ({"temperature": "1"}, 'temperature = "1": must be a valid number'),
             ({"temperature": float("inf")}, "temperature = Infinity: must be a finite number"),
             ({"n": 65}, "n = 65: must be less than or equal to 64"),
-            ({"n": 1.5}, "n = 1.5: must be a valid integer"),
             ({"tools": [{"type": "function"}]}, "tools and functions are not supported"),
             ({"presence_penalty": 0.5}, "must be 0"),
-            ({"logit_bias": {"5": 1}}, "must be empty"),
-            ({"document": ["x"]}, "must be a valid string"),
             ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema = {}: unknown field"),
             ({"response_format": {"type": "json_schema"}}, "response_format.json_schema = null: must be given"),
-            (
-                {"response_format": json_schema(strict=1)},
-                "response_format.json_schema.strict = 1: must be a valid bool",
-            ),
             ({"response_format": json_schema(name="a b")}, r'json_schema.name = "a b": must match pattern .*\{1,64\}'),
             ({"response_format": json_schema(schema=None)}, "json_schema.schema = null: must be given"),
             (
