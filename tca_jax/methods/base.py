@@ -369,9 +369,7 @@ class ScoredCache(CachePolicy):
     ) -> BlockMeans:
         """Means of the members of each block."""
 
-    def select(
-        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Selection:
+    def select(self, *_: Any, **__: Any) -> Selection:
         raise AssertionError("tokens are selected by their scores")
 
 
@@ -391,17 +389,7 @@ class ScoredPrefill(PrefillPolicy):
     ) -> Attended:
         """Causal attention of prompts, right-padded, by `ScoredCache.score`."""
 
-    def attend(
-        self,
-        layer: Layer,
-        heads: Heads,
-        q: Array,
-        k: Array,
-        v: Array,
-        lengths: Array,
-        selected: Selected | None,
-        backend: Backend,
-    ) -> Attended:
+    def attend(self, *_: Any, **__: Any) -> Attended:
         raise AssertionError("scores are needed")
 
 
