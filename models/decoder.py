@@ -189,9 +189,9 @@ class DecoderLayer(nnx.Module):
         def project(x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
             return self.attention.project(self.attention_norm(x), cos, sin)
 
-        projections = by_chunks(project, self.chunks, x, cos, sin)
+        q, k, v = by_chunks(project, self.chunks, x, cos, sin)
         with jax.named_scope("attention"):
-            out, state = attention(*projections, state)
+            out, state = attention(q, k, v, state)
         return out.astype(x.dtype), state
 
     def after_attention(self, x: Float[Array, "B L D"], out: Float[Array, "B L Hq d"]) -> Float[Array, "B L D"]:

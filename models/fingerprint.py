@@ -93,7 +93,7 @@ def _checksums(
 
     def on_device(x: Array) -> list[Array]:
         index = jax.lax.axis_index(MODEL) if split else 0
-        parts = zip(layout.of_part(x.shape).split(x), layout.tensor_shapes, strict=True)
+        parts = zip(dataclasses.replace(layout, shape=x.shape).split(x), layout.tensor_shapes, strict=True)
         sums = [_checksum(part, shape, axis, index * part.shape[axis]) for part, shape in parts]
         return jax.lax.psum(sums, MODEL) if split else sums
 
@@ -101,13 +101,12 @@ def _checksums(
 
 
 def _checksum(
-    x: Float[Array, ...], shape: tuple[int, ...] | None = None, axis: int = 0, start: Int[Array, ""] | int = 0
+    x: Float[Array, ...], shape: tuple[int, ...], axis: int, start: Int[Array, ""] | int
 ) -> UInt32[Array, " 2"]:
     """Two sums of hashed (index, value) pairs, modulo 2^32: exact, and independent of the order of summation.
 
     x may be the part of a tensor of `shape` that begins at `start` on `axis`: the checksums of all parts add up to its.
     """
-    shape = shape or x.shape
     x = x.astype(jnp.bfloat16)
     x = jnp.where(jnp.abs(x) < jnp.finfo(jnp.float16).tiny, jnp.zeros_like(x), x)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)

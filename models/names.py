@@ -101,7 +101,7 @@ _TABLE = (
 class Layout:
     """Order of the tensors of a parameter. Hashable: a static value under jit."""
 
-    shape: tuple[int, ...]  # of the parameter
+    shape: tuple[int, ...]  # of the parameter, or of a part of it that has a part of each tensor
     lead: int  # leading axes that parameter and tensors have in common
     trail: int  # trailing ones; tensors flatten the axes between into one
     widths: tuple[int, ...]  # size of each tensor on the last but one of these axes; empty for a single tensor
@@ -119,10 +119,6 @@ class Layout:
     def _end(self) -> int:
         """Past the axes that tensors flatten."""
         return len(self.shape) - self.trail
-
-    def of_part(self, shape: tuple[int, ...]) -> Layout:
-        """The layout of a part of the parameter, which has a part of each of its tensors."""
-        return dataclasses.replace(self, shape=shape)
 
     def tensor_axis(self, axis: int) -> int:
         """The axis of the tensors that contains an axis of the parameter."""

@@ -149,7 +149,8 @@ def load_checkpoint(
     if config.tie_embeddings and HEAD in stored and not _are_equal(stored[HEAD], stored.get(EMBEDDING)):
         warnings.warn(f"{folder}: {HEAD!r} differs from the embedding: tie_word_embeddings is ignored", stacklevel=2)
         config = dataclasses.replace(config, tie_embeddings=False)
-    _check_sizes(folder, config, stored, format_)
+    for name, shape in outer_shapes(config).items():  # before a decoder of the config's sizes is built
+        _check_tensor(folder, name, shape, stored, name != EMBEDDING and format_ is not None)
     if format_ and not weights:
         _check_all_in_eight_bits(stored)
         weights = "fp8"
@@ -381,14 +382,6 @@ def _opened(file: Path | Gguf) -> Iterator[Any]:
         raise UserError(f"{file} {reason}") from error
 
 
-def _check_sizes(
-    folder: Path, config: ModelConfig, stored: Mapping[str, _Stored], format_: StoredQuantization | None
-) -> None:
-    """Checks that the config's sizes are those of the tensors, before a decoder of these sizes is built."""
-    for name, shape in outer_shapes(config).items():
-        _check_tensor(folder, name, shape, stored, name != EMBEDDING and format_ is not None)
-
-
 def _check_tensors(
     folder: Path,
     wanted: Mapping[str, Parameter],
@@ -546,4 +539,4 @@ def join_tensors(
 ) -> Array:
     """The parameter of its tensors."""
     shape = layout.shape if mesh is None else spec_sharding(mesh, specs[1]).shard_shape(layout.shape)
-    return by_part(layout.of_part(shape).join, mesh, (specs[:1] * len(tensors),), specs[1])(tensors)
+    return by_part(dataclasses.replace(layout, shape=shape).join, mesh, (specs[:1] * len(tensors),), specs[1])(tensors)

@@ -145,12 +145,7 @@ def parameter_specs(
 
 def decoder_shardings(config: ModelConfig, mesh: Mesh, param_dtype: DTypeLike = jnp.bfloat16) -> Any:
     """The sharding of every parameter on a mesh, in the structure of the decoder's state."""
-    return _by_parameter(config, param_dtype, lambda parameter: parameter_sharding(parameter, mesh))
-
-
-def parameter_sharding(parameter: Parameter, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a parameter on a mesh."""
-    return spec_sharding(mesh, parameter.spec)
+    return _by_parameter(config, param_dtype, lambda parameter: spec_sharding(mesh, parameter.spec))
 
 
 def spec_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
@@ -163,7 +158,7 @@ def settled(value: Array, parameter: Parameter, mesh: Mesh | None) -> Array:
 
     An equivalent sharding may be another object, for which programs would be compiled again.
     """
-    return value if mesh is None else jax.device_put(value, parameter_sharding(parameter, mesh))
+    return value if mesh is None else jax.device_put(value, spec_sharding(mesh, parameter.spec))
 
 
 def by_part(function: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

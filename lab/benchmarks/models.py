@@ -32,7 +32,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Parameter, parameters
 from tca_jax.models.projections import LARGEST_CODE, WEIGHTS
-from tca_jax.models.sharding import axis_size, by_part, check_mesh, parameter_sharding, settled, spec_sharding
+from tca_jax.models.sharding import axis_size, by_part, check_mesh, settled, spec_sharding
 
 _STD = 0.02
 _DEVIATIONS = 8  # largest e4m3 code over the deviation of random codes
@@ -211,7 +211,7 @@ def _weight(parameter: Parameter, key: Array, num_layers: int, mesh: Mesh | None
     std = _STD / math.sqrt(2 * num_layers) if module in ("o", "down") else _STD
     if path[-1] == "scale":
         value = std / code_std if module in ("qkv", "o", "gate_up", "down") else 1
-        return jnp.full(shape, value, dtype, device=None if mesh is None else parameter_sharding(parameter, mesh))
+        return jnp.full(shape, value, dtype, device=None if mesh is None else spec_sharding(mesh, parameter.spec))
     std = code_std if path[-1] == "codes" else std
     return settled(_drawn(key, std, shape=shape, dtype=dtype, spec=parameter.spec, mesh=mesh), parameter, mesh)
 

@@ -233,7 +233,7 @@ class CachePolicy(abc.ABC):
         return caches
 
     def for_programs(self) -> CachePolicy:
-        """The policy without what only sizes depend on: programs are the same for all that are equal then."""
+        """The policy without the options that decide sizes alone: equal ones share programs."""
         return self
 
     @property

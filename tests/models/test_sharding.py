@@ -21,9 +21,9 @@ from tca_jax.models.sharding import (
     check_mesh,
     inverse_orders,
     mesh_of,
-    parameter_sharding,
     permute_heads,
     shard_decoder,
+    spec_sharding,
 )
 
 HEADS = {1: (4, 4), 4: (16, 4), 7: (28, 4)}  # group -> query heads, KV heads
@@ -109,7 +109,7 @@ def test_heads_are_exchanged_on_every_mesh(axes, shape, kind, config_entries):
     assert_equal_weights(moved, permute_heads(decoder, ORDERS))
     assert_equal_weights(shard_decoder(decoder, mesh, ORDERS), moved)
     for parameter in parameters(moved):
-        assert parameter.variable[...].sharding == parameter_sharding(parameter, mesh)  # nothing recompiles
+        assert parameter.variable[...].sharding == spec_sharding(mesh, parameter.spec)  # nothing recompiles
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_weights_and_fingerprint_are_those_of_one_device(name, family, config, c
     assert_equal_weights(loaded, alone)
     assert nnx.graphdef(loaded) == nnx.graphdef(alone)
     for parameter in parameters(loaded):
-        assert parameter.variable[...].sharding == parameter_sharding(parameter, mesh)
+        assert parameter.variable[...].sharding == spec_sharding(mesh, parameter.spec)
     with jax.set_mesh(mesh):
         assert fingerprint(loaded) == fingerprint(alone)
 
