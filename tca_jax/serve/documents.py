@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -402,8 +403,10 @@ class Storage:
         return self._writer.submit(self._write, document, make, wanted)
 
     def _write(self, document: Document, make: Callable[[], Context], wanted: Callable[[], bool]) -> None:
-        folder = self._folder / document.id
-        held = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
+        folder, held = self._folder / document.id, 0
+        for file in self._folder.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # it has just been removed
+                held += file.stat().st_size
         need = f"a document of {document.num_bytes / 1e9:,.2f} GB does not fit"
         used = f"{self._folder} holds {held / 1e9:,.2f} of at most {self._max_bytes / 1e9:,.2f} GB"
         require(held + document.num_bytes <= self._max_bytes, f"{used}: {need}", OSError)

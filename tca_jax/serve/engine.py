@@ -140,7 +140,7 @@ class Loop:
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """Serves one model: any thread, or asyncio, may call it at any time. A context manager, or call `close`.
+    """Serves one model: any thread may call it at any time. A context manager, or call `close`.
 
     Answers are those of `generate`, whatever else is in the batch. Rows come and go without compiling.
 
