@@ -196,25 +196,25 @@ class Metrics:
         """Those of the engine, as they are now."""
         engine, documents = self._engine, self._engine.documents()
         begun = [bool(stream.first_token_at) for answers in self.open for stream in answers.streams]
-        words = "Answers that wait for their first token, and that are written."
-        yield _gauge("rows", words, {("waiting",): begun.count(False), ("running",): begun.count(True)})
-        yield _gauge("rows_max", "Answers that are written at once.", {(): engine.max_rows})
-        yield _gauge("engine_failed", "Whether the engine has failed, for good.", {(): engine.failure is not None})
         pools = {"documents": engine.document_pages, "answers": engine.answer_pages}
         pages = {(of, state): getattr(pool, state) for of, pool in pools.items() for state in ("free", "total")}
-        yield _gauge("pages", "Pages of each device, by their use.", pages, ["of", "state"])
         sizes = {(state,): [each.num_bytes for each in documents if each.state == state] for state in get_args(State)}
         sizes["stored",] = [each.num_bytes for each in documents if each.stored]
-        words = "Documents by where they are; those on disk as well as elsewhere are stored."
-        yield _gauge("documents", words, {state: len(each) for state, each in sizes.items()})
-        held = {state: sum(each) for state, each in sizes.items()}
-        yield _gauge("document_bytes", "Their keys and values.", held)
+        counts, held = ({state: count(each) for state, each in sizes.items()} for count in (len, sum))
         of_pages = {state: num_bytes // engine.page_bytes for state, num_bytes in held.items()}
-        yield _gauge("document_pages", "Their pages on each device, or of as many bytes.", of_pages)
-
-
-def _gauge(name: str, words: str, values: Mapping[Any, float], labels: Sequence[str] = ("state",)) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"tca_jax_{name}", words, labels=labels)
-    for labelled, value in values.items():
-        family.add_metric(labelled, value)
-    return family
+        rows = {("waiting",): begun.count(False), ("running",): begun.count(True)}
+        gauges: list[tuple[str, str, Mapping[Any, float]]] = [
+            ("rows", "Answers that wait for their first token, and that are written.", rows),
+            ("rows_max", "Answers that are written at once.", {(): engine.max_rows}),
+            ("engine_failed", "Whether the engine has failed, for good.", {(): engine.failure is not None}),
+            ("pages", "Pages of each device, by their use.", pages),
+            ("documents", "Documents by where they are; those on disk as well as elsewhere are stored.", counts),
+            ("document_bytes", "Their keys and values.", held),
+            ("document_pages", "Their pages on each device, or of as many bytes.", of_pages),
+        ]
+        for name, words, values in gauges:
+            of_each = ["of", "state"][name != "pages" :]
+            family = GaugeMetricFamily(f"tca_jax_{name}", words, labels=of_each)
+            for labels, value in values.items():
+                family.add_metric(labels, value)
+            yield family

@@ -25,12 +25,13 @@ from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.serve import pages
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import Document
-from tca_jax.serve.pages import MIN_WIDTH, PagePool, Widths, bare
+from tca_jax.serve.pages import PagePool, Widths, bare
 from tca_jax.serve.streams import Stream
 
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
 _MAX_STOPS = 8  # stop tokens of a row, at first
 _MAX_STEP_PROGRAMS = 16
+_MIN_WIDTH = 4  # least step between the widths of tables
 #: Numbers of `Sampling` that change nothing.
 _OFF = {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -145,7 +146,7 @@ class Batch:
         live = np.asarray([each is not None for each in self.rows])
         pool.reserved += count
         request.reserved, request.slot, self.rows[slot] = count, slot, request
-        given = pool.lend(self._state.cache), pool.of_answers, live, pool.on_device(table)
+        given = pool.lend(self._state.cache), pool.of_answers, live, pool.on_device(pool.widened(table, self._widths))
         size = np.int32(slot), np.asarray([most], np.int32)
         self._set_cache(pool.take_back(pages.begin.run(self._bare_lm, *given, *size)))
 
@@ -294,7 +295,7 @@ class Batch:
 
     def _widen(self, own: Widths, document: Widths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""
-        kept, window, means = (bucket_length(width, MIN_WIDTH) if width else 0 for width in own)
+        kept, window, means = (bucket_length(width, _MIN_WIDTH) if width else 0 for width in own)
         wanted = Widths(kept, own.window if self._bounded else window, means)
         self._widths = Widths(*map(max, wanted, document, self._widths))
         if self._widths != Widths.of(cache := self._state.cache):

@@ -91,14 +91,11 @@ class Documents:
         self.failures: list[tuple[Document, Exception]] = []
         self._unstored: collections.deque[Document] = collections.deque()
         self._writing: tuple[Document, Future[None]] | None = None
+        identity = identity_of(lm)
+        self._identity = identity.fingerprint, identity.method_description, lm.cache_dtype.name
         found = [] if storage is None else storage.documents()
         own = [each for each in found if self.id_of(each.tokens, each.parts) == each.id]  # not another model's
         self.by_id = OrderedDict((each.id, each) for each in own)  # least recently used first
-
-    @functools.cached_property
-    def _identity(self) -> tuple[str, str, str]:
-        identity = identity_of(self._lm)
-        return identity.fingerprint, identity.method_description, self._lm.cache_dtype.name
 
     def id_of(self, tokens: list[int], parts: tuple[int, ...], *, named: bool = True) -> str:
         """The id of tokens that the model reads in these parts: a hash of all that its pages depend on."""
@@ -252,8 +249,8 @@ class Documents:
     def _copies(self, document: Document) -> list[Rows]:
         """Starts copies of a document's pages to host memory."""
         free = [self.pool.free_pages(part, self._chunk) for part in self._parts(document.pages or [])]
-        lent = [self.pool.lend(None, part) for part in free]
-        return [jax.tree.map(_pinned, pages.fetch_pages.run(self._bare_lm, each)) for each in lent]
+        put = functools.partial(jax.tree.map, lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
+        return [put(pages.fetch_pages.run(self._bare_lm, self.pool.lend(None, part))) for part in free]
 
     def _parts(self, numbers: Numbers) -> list[Numbers]:
         """Pages in chunks."""
@@ -513,10 +510,6 @@ def _settle(storing: Future[None] | None, error: BaseException | None) -> bool:
     else:
         storing.set_exception(error)
     return True
-
-
-def _pinned(x: jax.Array) -> jax.Array:
-    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
 
 
 def _to_device(x: Any) -> jax.Array:

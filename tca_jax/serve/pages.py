@@ -19,19 +19,17 @@ from tca_jax.engine.decode import STATE, DecodingState, Steps, draw
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, part_of_device, place
 from tca_jax.engine.pages import Allocator, FreePages, Numbers, Rows
-from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.read import mean_columns, page_bytes
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods.base import UNBOUNDED, ScoredCache
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
-from tca_jax.pallas_kernels.numerics import cdiv
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.programs import Program
 
 #: Fields of `Rows` that a pool alone lacks.
 _NO_TABLE: Any = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
 _NO_TABLE |= {"window_pages": 0, "in_runs": False}
-MIN_WIDTH = 4  # least step between the widths of tables
 _NO_POOL: Any = {"k": None, "v": None}
 
 
@@ -123,13 +121,31 @@ class PagePool:
         return jax.tree.map(lambda x: put(np.array(x)), table)  # copies, which programs may overwrite
 
     def exact(self, table: Rows) -> Rows:
-        """A row's table, on the host, that names only pages which hold tokens, in a bucket of columns."""
+        """A row's table, on the host, that names only pages which hold tokens."""
         b, held = self.block_size, (np.asarray(table.length) - table.start)[..., None, :, None, None]
         kept, window = np.split(np.asarray(table.pages), [table.columns], axis=-1)
         window = np.where(np.arange(window.shape[-1]) * b < held, window, self.total)
-        columns = cdiv(int(np.max(table.kept)), b)
-        pages: Any = np.concatenate([kept[..., : columns and bucket_length(columns, MIN_WIDTH)], window], axis=-1)
+        pages: Any = np.concatenate([kept[..., : cdiv(int(np.max(table.kept)), b)], window], axis=-1)
         return dataclasses.replace(table, pages=pages.astype(np.int32))
+
+    def widened(self, table: Rows, widths: Widths) -> Rows:
+        """A table of the host with these numbers of columns, so that documents of all lengths share programs."""
+
+        def wider(x: Any, count: int, fill: float) -> Any:
+            sides = (*((0, 0),) * (x.ndim - 1), (0, count - x.shape[-1]))
+            return np.pad(np.asarray(x), sides, constant_values=fill)
+
+        kept, window = np.split(np.asarray(table.pages), [table.columns], axis=-1)
+        pages: Any = [wider(kept, widths.kept, self.total), wider(window, widths.window, self.total)]
+        b, scored = self.block_size, table.scored
+        if scored is not None:
+            scored = scored._replace(
+                scores=wider(scored.scores, widths.window * b, -np.inf),
+                pages=wider(scored.pages, widths.means, self.total),
+                bias=wider(scored.bias, widths.means * b, MASKED),
+            )
+        pages = np.concatenate(pages, axis=-1)
+        return dataclasses.replace(table, pages=pages, scored=scored, window_pages=widths.window)
 
     def named(self, table: Rows, none: int | None = None) -> Numbers:
         """Pages that a table of the host names, on each device; numbers from `none` on are no pages."""
@@ -248,8 +264,7 @@ def _begin(
     own = of_answers[0] if lm.head_shards is None else part_of_device(of_answers)
     numbers = jnp.flatnonzero(own & ~named[:-1], size=len(cache.free.numbers), fill_value=cache.num_pages)
     free = FreePages(numbers.astype(jnp.int32), jnp.int32(0))
-    one = dataclasses.replace(document, k=cache.k, v=cache.v, free=free).with_columns(*Widths.of(cache))
-    one = one.forked(jnp.zeros(1, jnp.int32), most)
+    one = dataclasses.replace(document, k=cache.k, v=cache.v, free=free).forked(jnp.zeros(1, jnp.int32), most)
     return dataclasses.replace(_put(lm, bare(cache), one, row), k=one.k, v=one.v)
 
 

@@ -450,6 +450,5 @@ def shown_token(own: bytes) -> str:
 def document_json(document: Document) -> Json:
     """A document as clients see it."""
     fields = {name: getattr(document, name) for name in ("id", "state", "stored", "attended_share")}
-    error, sizes = document.problem, {"tokens": len(document.tokens), "bytes": document.num_bytes}
-    times = {"created_at": int(document.created), "error": None if error is None else str(error)}
-    return {"object": "document", **fields, **sizes, **times}
+    fields |= {"tokens": len(document.tokens), "bytes": document.num_bytes, "created_at": int(document.created)}
+    return {"object": "document", **fields, "error": document.problem and str(document.problem)}

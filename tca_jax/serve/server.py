@@ -36,6 +36,7 @@ from tca_jax.serve.protocol import ChatRequest, CompletionRequest, Json, Request
 
 Endpoint = Callable[[Request], Response | Json | Awaitable[Response | Json]]
 _CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SCHEMA = "response_format.json_schema.schema"  # the field, in errors
 
 
@@ -66,7 +67,7 @@ class Server:
         self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
         answers: dict[tuple[str, str], Endpoint] = {
             ("GET", "/health"): self._health,
-            ("GET", "/metrics"): self._metrics_text,
+            ("GET", "/metrics"): lambda _: Response(self._metrics.text(), media_type=_METRICS_TYPE),
             ("GET", "/v1/models"): lambda _: {"object": "list", "data": [self._model()]},
             ("GET", "/v1/models/{model:path}"): lambda request: self._model(request.path_params["model"]),
             ("POST", "/v1/chat/completions"): self._chat,
@@ -129,9 +130,6 @@ class Server:
         if (failure := self._engine.failure) is not None:
             return _json({"status": "failed", "error": str(failure)}, 503)
         return _json({"status": "ok"})
-
-    def _metrics_text(self, request: Request) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def _model(self, name: str | None = None) -> Json:
         """The model, by its name."""
