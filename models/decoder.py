@@ -202,7 +202,7 @@ class DecoderLayer(nnx.Module):
             with jax.named_scope("mlp"):
                 return x + self.mlp(self.mlp_norm(x))
 
-        return by_chunks(function, self.chunks, x, out)
+        return by_chunks(function, self.chunks, x, out, in_place=True)
 
 
 class Decoder(nnx.Module):

@@ -33,12 +33,12 @@ _LEAST_SCALE = 1e-30  # of vectors of zeros, too: its inverse is finite
 _FEW_WEIGHTS = 10_000_000  # with fewer, XLA computes a vector's product as a sum of elementwise products
 
 
-def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], *inputs: Array) -> Any:
+def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], *inputs: Array, in_place: bool = False) -> Any:
     """`function(*inputs)`, where the function treats every token independently, a chunk of tokens at a time.
 
     At 128K tokens the intermediates of the MLP would outweigh the weights. The function takes and returns arrays with
     any leading token axes. `sizes` are the tokens of the chunks in one step of the loop: none depends on another, so
-    the compiler may overlap them.
+    the compiler may overlap them. With `in_place` the result, an array like the first input, overwrites it.
     """
     batch, length = inputs[0].shape[:2]
     tokens, step = batch * length, sum(sizes)
@@ -46,13 +46,14 @@ def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], *inputs: Arr
         return function(*inputs)
     flat_inputs = [x.reshape(-1, *x.shape[2:]) for x in inputs]
 
-    def of_chunk(start: Any, size: int) -> Any:
-        return function(*(jax.lax.dynamic_slice_in_dim(x, start, size) for x in flat_inputs))
+    def of_chunk(start: Any, size: int, results: Any = None) -> Any:
+        given = [results, *flat_inputs[1:]] if in_place and results is not None else flat_inputs
+        return function(*(jax.lax.dynamic_slice_in_dim(x, start, size) for x in given))
 
     def write(start: Any, sizes: Sequence[int], results: Any) -> Any:
         """The results with those of the chunks of one step, which begins at token `start`."""
         starts = list(itertools.accumulate(sizes[:-1], initial=start))
-        chunks = [of_chunk(*each) for each in zip(starts, sizes, strict=True)]
+        chunks = [of_chunk(*each, results) for each in zip(starts, sizes, strict=True)]
         for start, chunk in zip(starts, chunks, strict=True):
             put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
             results = jax.tree.map(put, results, chunk)
@@ -60,7 +61,9 @@ def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], *inputs: Arr
 
     # The first token's results are dead code: `full_like` needs only their types. Under `jax.shard_map` these say
     # over which mesh axes the results vary, and a loop must start from values of the types that it ends with.
-    results = jax.tree.map(lambda x: jax.lax.full_like(x, 0, shape=(tokens, *x.shape[1:])), of_chunk(0, 1))
+    results: Any = flat_inputs[0]
+    if not in_place:
+        results = jax.tree.map(lambda x: jax.lax.full_like(x, 0, shape=(tokens, *x.shape[1:])), of_chunk(0, 1))
     steps = tokens // step
     results = jax.lax.fori_loop(0, steps, lambda i, results: write(i * step, sizes, results), results)
     if rest := tokens - steps * step:

@@ -148,7 +148,13 @@ class LM:
 
     def layer_params(self, layer: int) -> Any:
         """Weights of a layer."""
-        return self.params["layers"][layer]
+        return self._layers[layer]
+
+    @functools.cached_property
+    def _layers(self) -> list[Any]:
+        """Weights of each layer; on one device as dicts, whose leaves are found faster."""
+        layers = [self.params["layers"][layer] for layer in range(self.config.num_layers)]
+        return [nnx.to_pure_dict(layer) for layer in layers] if self.mesh is None else layers
 
     @property
     def last_layer_params(self) -> Any:
