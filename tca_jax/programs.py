@@ -59,6 +59,10 @@ class Program:
         """Calls the executable, which is compiled first unless that was done before."""
         return self.prepare(*args, **static)[0](*args)
 
+    def is_compiled(self, *args: Any, **static: Any) -> bool:
+        """Whether the program is there for these arguments."""
+        return self._key(args, static) in _kept
+
     def compile_ahead(self, *args: Any, **static: Any) -> Any:
         """Traces the function for these arguments, or shapes, and has a thread compile it; `prepare` waits for it.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
 from tca_jax.engine.lm import LM
@@ -168,29 +169,39 @@ class Steps:
         start = before if leaving is None else before + jnp.where(leaving, rows.page_size, 0)
         new = None if fed.size == 1 else fed[:, None]  # a single row is written without looking
         x, (cos, sin) = decoder.embed(state.last[:, None]), decoder.angles(positions[:, None])
-        scores = list[Array]()
-        for layer, module in enumerate(decoder.layers):
-            heads = heads_of(lm.head_shards, layer, rows.kept.shape[2])
+        graphdef, scores = nnx.split(decoder.layers[0])[0], list[Array]()
+
+        def of_layer(
+            weights: Any, x: Array, rows: Rows, layer: int | Array, known: Any
+        ) -> tuple[Array, Rows, Array | None]:
+            module, heads, score = (
+                nnx.merge(graphdef, weights),
+                heads_of(lm.head_shards, layer, rows.kept.shape[2]),
+                None,
+            )
             if isinstance(policy, ScoredCache):
                 settings = policy.of_heads(lm.settings_of(layer), heads)
-                scores.append(policy.score(settings, module.attention_norm(x), positions[:, None])[..., 0])
+                score = policy.score(settings, module.attention_norm(x), positions[:, None])[..., 0]
 
-            def attention(
-                q: Array, k: Array, v: Array, rows: Rows, layer: int = layer, heads: Heads = heads
-            ) -> tuple[Array, Rows]:
+            def attention(q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Rows]:
                 if leaving is not None:
                     rows = evict_block(
                         policy, layer, heads, q[:, 0], k[:, 0], rows, before, positions, leaving, self.backend
                     )
                 rows = rows.with_tokens(layer, k, v, positions[:, None], new, start)
                 pages = rows.of_layer(layer, start, sliced=policy.chooses_pages)
-                known = policy.summarize(layer, pages[0]) if summaries is None else summaries[layer]
-                pages = policy.attended(layer, q[:, 0], pages, (known,))
+                summary = policy.summarize(layer, pages[0]) if summaries is None else known
+                pages = policy.attended(layer, q[:, 0], pages, (summary,))
                 out, _ = paged_attention(q, pages, positions, positions, window=policy.window, backend=self.backend)
                 return out, rows
 
-            with jax.named_scope(f"layer_{layer}"):
-                x, rows = module(x, cos, sin, attention, rows)
+            return *module(x, cos, sin, attention, rows), score
+
+        step = of_layer if policy.layers_differ else jax.jit(of_layer)  # traced once
+        for layer, module in enumerate(decoder.layers):
+            number, known = layer if policy.layers_differ else jnp.int32(layer), summaries and summaries[layer]
+            x, rows, score = step(nnx.split(module)[1], x, rows, number, known)
+            scores += [] if score is None else [score]
         rows = rows.with_scores(jnp.stack(scores), positions, fed, start) if scores else rows
         logits = decoder.logits(decoder.final_norm(x)[:, 0])
         rows = dataclasses.replace(rows, start=start, length=jnp.where(fed, positions + 1, rows.length))

@@ -216,16 +216,16 @@ def run_layers(
     def given(layer: int, x: Any, shares: Any, rows: Any) -> tuple[Any, ...]:
         return lm.layer_params(layer), x, shares, rows, cos, sin, lengths, most, *map(calls.number, (room, layer))
 
-    if not calls.traced and lm.mesh is None:  # the programs compile at the same time
-        for layer in range(lm.config.num_layers if lm.method.layers_differ else 1):
-            numbered = options | {"layer": static_layer(lm.method, layer)}
-            shapes = calls.compile_ahead(attend_program, bare, *given(layer, x, shares, rows), **numbered)
-            if shapes is not None and layer == 0:
-                weights, out, then_rows = lm.layer_params(0), shapes[0], shapes[2]
-                calls.compile_ahead(after_program, bare, weights, x, out, **graphdef)
-                ends = calls.compile_ahead(end_program, outer, weights, x, out, lengths, shapes[1], **graphdef)
-                if then is not None and ends is not None:
-                    then(ends[0], then_rows, ends[1])
+    if not calls.traced and lm.mesh is None:  # programs compile at the same time, those first that take longest
+        layers = range(lm.config.num_layers if lm.method.layers_differ else 1)
+        needed = [(given(layer, x, shares, rows), {"layer": static_layer(lm.method, layer)}) for layer in layers]
+        if then is not None and not attend_program.is_compiled(bare, *needed[0][0], **options, **needed[0][1]):
+            then(jax.ShapeDtypeStruct((len(lengths), lm.config.vocab_size), jnp.float32), rows, shares)
+        found = [calls.compile_ahead(attend_program, bare, *args, **options, **layer) for args, layer in needed]
+        if found[0] is not None:
+            out, *_ = found[0]
+            calls.compile_ahead(after_program, bare, lm.layer_params(0), x, out, **graphdef)
+            calls.compile_ahead(end_program, outer, lm.last_layer_params, x, out, lengths, shares, **graphdef)
     attend = after = None
     for layer in range(last + 1):
         arguments = bare, *given(layer, x, shares, rows)
