@@ -62,6 +62,7 @@ CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
     {
         "llama3.1-8b": _shape(4096, 14336, 32, 32, 8, 128),
         "qwen2.5-7b": _shape(3584, 18944, 28, 28, 4, 128, **_QWEN2),
+        "qwen2.5-1.5b": _shape(1536, 8960, 28, 12, 2, 128, **_QWEN2 | {"vocab_size": 151936}, tie_word_embeddings=True),
         "llama3.1-70b": _shape(8192, 28672, 80, 64, 8, 128),
         "llama3.2-1b": _shape(2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True),
         "tiny": _shape(64, 96, 2, 4, 2, 16, **_TINY),
