@@ -54,7 +54,7 @@ class QuestCache(GrowingCache):
         budgets = jnp.broadcast_to(jnp.where(ranked, self.block_size, 0), (batch, kv_heads, ranked.shape[-1]))
         return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), budgets)
 
-    def summarize(self, layer: int, pages: Pages) -> Bounds | None:
+    def summarize(self, layer: Layer, pages: Pages) -> Bounds | None:
         if layer < self.dense_layers or not pages.kept_columns:
             return None
         table = pages.table[..., : pages.kept_columns]
@@ -63,7 +63,7 @@ class QuestCache(GrowingCache):
         return keys.min(axis=-2), keys.max(axis=-2)
 
     def attended(
-        self, layer: int, q: Float[Array, "B Hq d"], caches: tuple[Pages, ...], summaries: tuple[Bounds | None, ...]
+        self, layer: Layer, q: Float[Array, "B Hq d"], caches: tuple[Pages, ...], summaries: tuple[Bounds | None, ...]
     ) -> tuple[Pages, ...]:
         (cache,), (bounds,) = caches, summaries
         if bounds is None or cache.kept_columns <= self.num_pages:

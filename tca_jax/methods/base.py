@@ -210,7 +210,7 @@ class CachePolicy(abc.ABC):
         """
         return Selection.of_block(attention, 0)
 
-    def summarize(self, layer: int, pages: Pages) -> Any:
+    def summarize(self, layer: Layer, pages: Pages) -> Any:
         """Summary of a cache for `attended`, computed once for many steps: a pytree, by default None.
 
         Args:
@@ -220,7 +220,7 @@ class CachePolicy(abc.ABC):
         return None
 
     def attended(
-        self, layer: int, q: Float[Array, "B Hq d"], caches: tuple[Pages, ...], summaries: tuple[Any, ...]
+        self, layer: Layer, q: Float[Array, "B Hq d"], caches: tuple[Pages, ...], summaries: tuple[Any, ...]
     ) -> tuple[Pages, ...]:
         """Pages that a step of decoding attends to; by default all of them.
 
