@@ -96,7 +96,7 @@ class CacheLayout:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a row, of the prompt and behind it."""
+        """Most tokens of a row, prompt included."""
         return self.prompt_tokens + self.window_columns * self.block_size
 
     @property

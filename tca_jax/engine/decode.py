@@ -49,8 +49,8 @@ from tca_jax.programs import Program
 class DecodingState:
     """Everything that one decoding step reads and writes. A row is one answer."""
 
-    # New tokens so far, int32 `[B, N]`, padding behind. Token t lies in column t mod N: where N is not room for all of
-    # them, somebody takes them out in time.
+    # New tokens so far, int32 `[B, N]`, padding behind. Token t is in column t mod N: a server reads
+    # tokens before their columns are used again.
     tokens: Int[Array, "B N"]
     step: Int[Array, " B"]  # how many of them were drawn, int32 `[B]`
     # The newest token of each row, `[B]`: the next step feeds it at position `lengths + step - 1`.
@@ -65,9 +65,9 @@ class DecodingState:
     # Tokens before which no stop token is drawn, int32 scalar or `[B]`; None for none.
     min_new_tokens: Int[Array, "*B"] | None
     # Log-probability of each new token under the model, before any of the sampling's steps, float32 `[B, N]`; None
-    # where nobody asked.
+    # unless requested.
     logprobs: Float[Array, "B N"] | None
-    # The likeliest tokens at each place and their log-probabilities, `[B, N, n]`; None where nobody asked.
+    # The likeliest tokens at each place and their log-probabilities, `[B, N, n]`; None unless requested.
     top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None
     finite: Bool[Array, " B"]  # rows whose prompt led to finite logits, `[B]`
     cache: Rows  # what the answers continue from
@@ -130,7 +130,7 @@ def decode_all(
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What all steps of answers share; the arguments of `decode`."""
+    """Arguments of `decode` that all its steps share."""
 
     lm: LM
     limit: Int[Array, "*B"]
@@ -147,7 +147,7 @@ class Steps:
         return self.running(state) & state.cache.are_full(state.lengths + state.step - 1, state.cache.start)
 
     def summaries(self, rows: Rows) -> list[Any]:
-        """What the policy knows of each layer's pages, until a block leaves a window."""
+        """The policy's summaries by layer, valid until a block leaves a window."""
         policy, layers = self.lm.method.cache, range(self.lm.config.num_layers)
         return [policy.summarize(layer, rows.of_layer(layer)[0]) for layer in layers]
 

@@ -141,7 +141,7 @@ class Rows(PerDevice):
     def of_layer(
         self, layer: int | Array, start: Int[Array, " R"] | None = None, *, sliced: bool = True
     ) -> tuple[Pages, ...]:
-        """What attention to pages takes: the rows' tokens, and the means of evicted ones.
+        """Operands of paged attention: the rows' tokens, and means of evicted tokens.
 
         Arrays are those of the layer, copies, or if not `sliced` those of all layers.
         """

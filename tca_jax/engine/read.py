@@ -57,7 +57,7 @@ from tca_jax.programs import Program
 
 
 def empty_rows(lm: LM, layout: CacheLayout, more_pages: int = 0) -> Rows:
-    """Rows for what a layout plans; on a mesh, those of a device."""
+    """Empty rows of a layout; on a mesh, those of one device."""
     policy = lm.method.cache
     means = mean_columns(policy, layout.most_tokens) if isinstance(policy, ScoredCache) else None
     return Rows.create(
@@ -239,7 +239,7 @@ def run_layers(
 
 
 def layout_of_prompts(lm: LM, layout: CacheLayout) -> tuple[CacheLayout, int]:
-    """What reading needs of a layout, which does not depend on what follows; tokens of a row that scores may keep."""
+    """The layout of the prompts alone, and the most tokens that scores keep of a row, else 0."""
     found = lm.cache_layout(layout.batch, layout.prompt_tokens)
     if not isinstance(lm.method.cache, ScoredCache):
         return found, 0
@@ -467,7 +467,7 @@ def fork(
     *,
     private: bool,  # whether the pool has room for it, and `rows` is not used afterwards
 ) -> Rows:
-    """Rows that continue others, side by side; they share what they do not write to."""
+    """Forks of rows, side by side; they share pages that they do not write to."""
     of_device = rows_of_device(lm, len(most), "rows")
     layout = lm.cache_layout(of_device, prompt_tokens, fed_tokens)
     pages = 0 if private else pages_of_forks(lm, of_device, prompt_tokens, fed_tokens)

@@ -38,7 +38,7 @@ _LEAST_ROOM = 256  # for new tokens, so that shorter answers share programs
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a row has said so far, cut at its stop token or stop string."""
+    """A row's answer so far, cut at its stop token or stop string."""
 
     tokens: list[int]
     text: str | None
@@ -121,7 +121,7 @@ def certain_characters(answer: Answer, stop: Sequence[str], *, finished: bool) -
 
 @dataclasses.dataclass
 class Request:
-    """The state of a call on the host; what is on the device is a `DecodingState`."""
+    """State of a call on the host; its state on the device is a `DecodingState`."""
 
     lm: LM
     appended: AppendedPrompts | None
@@ -163,7 +163,7 @@ class Request:
 
     @property
     def context(self) -> Context | None:
-        """What comes before the prompts."""
+        """Context of the prompts."""
         return None if self.appended is None else self.appended.context
 
     @property
@@ -278,7 +278,7 @@ class Request:
         return [decode_program, leave_program] if may_leave else [decode_program]
 
     def _whole_prompts(self) -> tuple[np.ndarray, np.ndarray]:
-        """What each row reads, a context included, padded."""
+        """Tokens and lengths by row, context included."""
         if self.context is None:
             return pad_tokens(self.prompt_ids, self.lm.pad_token_id)
         rows = [self.context.token_ids(i % self.context.batch) + ids for i, ids in enumerate(self.prompt_ids)]
@@ -332,7 +332,7 @@ class Request:
         return int(np.max(on_host(state.step)))
 
     def answers(self, state: DecodingState) -> list[Answer]:
-        """What each row has said so far, cut at its stop token or stop string."""
+        """Each row's answer so far, cut at its stop token or stop string."""
         tokens, steps = on_host((state.tokens, state.step))
         rows = zip(self._readers, tokens, steps, strict=True)
         return [reader.read(of_row[:step].tolist()) for reader, of_row, step in rows]
