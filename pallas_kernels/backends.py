@@ -1,4 +1,4 @@
-"""Backends: which operation has which, what each needs of the device, and the one dispatcher of all operations.
+"""Backends: those of each operation, their device requirements, and the dispatcher of all operations.
 
 The implementation of an operation on a backend is the function of the operation's name in the module
 `tca_jax.pallas_kernels.<operation>.<backend>`. It is imported when it is chosen and not before, so that a JAX without
@@ -67,7 +67,7 @@ def can_run(backend: str) -> bool:
 
 
 def resolve_backend(backend: str) -> Backend:
-    """What one name means for a whole of several operations: itself where an operation has it, else "auto".
+    """The backend for several operations: the named one where an operation has it, else "auto".
 
     Raises:
         ValueError: there is no such backend, or it cannot run on this device.
@@ -124,7 +124,7 @@ def _load(operation: str, backend: str) -> Callable[..., Any]:
 
 
 def _lacks(backend: str) -> str | None:
-    """What the default device lacks to run `backend`, or None."""
+    """Why the default device cannot run `backend`, or None."""
     needed = _NEEDS[backend]
     if needed is None:
         return None

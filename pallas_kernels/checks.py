@@ -60,7 +60,7 @@ def check_blocks(block_size: int, **multiples: int) -> None:
 
 
 def check_whole_blocks(name: str, sizes: Mapping[str, int], block_size: int) -> None:
-    """Raises ValueError unless an array's axis "nb" has one entry for each whole block of the length "L"."""
+    """Raises ValueError unless an array's axis "nb" has one entry for each full block of axis "L"."""
     whole, length = sizes["L"] // block_size, sizes["L"]
     must = f"must be L // block_size = {length} // {block_size} = {whole}"
     require(sizes["nb"] == whole, f"{name} has {sizes['nb']} blocks: {must}")
@@ -75,7 +75,7 @@ def as_int32(name: str, values: Any) -> Array:
 
 
 def check_range(name: str, values: Any, low: int, high: int) -> None:
-    """Raises ValueError unless all `values` lie in [low, high]; values that are traced pass unseen."""
+    """Raises ValueError unless all `values` are in [low, high]; traced values pass unchecked."""
     if isinstance(values, jax.core.Tracer):
         return
     values = np.asarray(values)

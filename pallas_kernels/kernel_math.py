@@ -1,4 +1,4 @@
-"""What the kernels of all backends share: index arithmetic, the order of prefill's work, sizes of tiles."""
+"""Shared by the kernels of all backends: index arithmetic, the order of prefill's work, tile sizes."""
 
 from __future__ import annotations
 

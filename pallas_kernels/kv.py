@@ -94,7 +94,7 @@ Stored = Array | EightBits
 )
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """What one layer's queries find of some tokens: tokens kept from anywhere, and a run of consecutive ones.
+    """Paged keys and values of a layer: kept tokens from any position, and a window of consecutive ones.
 
     Page j holds b tokens of one KV head. The first `kept_columns` entries of a head's table name the pages of its kept
     tokens, which fill them in order. The others name the pages of consecutive blocks, the window: token p lies in entry
@@ -192,6 +192,6 @@ def power_of_two(exponents: Int[Array, "*s"]) -> Float32[Array, "*s"]:
 
 
 def num_bytes(tokens: int, head_dim: int, dtype: DTypeLike) -> int:
-    """Bytes of so many stored vectors."""
+    """Bytes of stored vectors."""
     size = jnp.dtype(dtype).itemsize
     return tokens * (head_dim * size + (jnp.dtype(dtype) == CODES))

@@ -28,7 +28,7 @@ _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
 
 
 def check_supported(operation: str, dtype: Any, head_dim: int, block_size: int) -> None:
-    """Raises NotImplementedError for what the kernels do not take, so that backend "auto" moves on."""
+    """Raises NotImplementedError for unsupported calls, so that backend "auto" moves on."""
     takes = dtype in (jnp.bfloat16, jnp.float16) and block_size % TILE == 0 and head_dim in (64, 128)
     allowed = f"bfloat16 and float16, d 64 or 128 and block_size a multiple of {TILE}"
     given = f"{dtype}, d = {head_dim} and block_size = {block_size}"

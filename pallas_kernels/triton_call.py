@@ -44,7 +44,7 @@ def triton_call(
     stages: int,  # of the software pipeline of its loops
     interpret: bool,  # run in JAX on any device
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel over a grid. It gets a ref of each whole array, or trees of them, and addresses them itself.
+    """Runs a kernel over a grid. It gets refs of full arrays, or trees of refs, and indexes them itself.
 
     Pallas-Triton computes the element offsets of an array past 4 GiB in int64 and of others in int32: kernels
     must index by row and column, never by a flat element number of their own.
@@ -89,7 +89,7 @@ def attention_tiles(query_block: int, key_block: int, head_dim: int, dtype: Any)
 
 
 def check_supported(operation: str, head_dim: int, *arrays: Any, block_size: int = 16) -> None:
-    """Raises NotImplementedError for what the kernels do not take, so that backend "auto" moves on."""
+    """Raises NotImplementedError for unsupported calls, so that backend "auto" moves on."""
     dtypes = {jnp.dtype(array.dtype) for array in arrays}
     is_one = len(dtypes) <= 1 and dtypes <= {jnp.dtype(dtype) for dtype in DTYPES}
     for fits, given, must in (
@@ -184,7 +184,7 @@ def softmax_step_by_parts(
 
 
 def _within_float16(weights: Array, exponents: Array) -> tuple[Array, Array]:
-    """Weights times the powers of two of their values, less the largest of these; and what is left to multiply by."""
+    """Weights times 2^(exponents - their maximum), in float16's range; and the factor that remains."""
     largest = jnp.max(exponents)
     relative = jnp.maximum(exponents - largest, LEAST_EXPONENT)
     return weights * power_of_two(relative + _WEIGHT_BITS)[None], power_of_two(largest - _WEIGHT_BITS)
@@ -214,7 +214,7 @@ def codes_as_float16(words: Array, *, interpret: bool) -> tuple[Array, Array]:
 
 
 def load_rows(ref: Any, inside: Array | None) -> Array:
-    """A tile; rows that are not `inside` are not read and give zeros, so that what they hold cannot spread."""
+    """A tile; rows that are not `inside` are not read and give zeros, so that NaNs cannot spread."""
     return ref[...] if inside is None else pltriton.load(ref, mask=inside, other=jnp.zeros((), ref.dtype))
 
 

@@ -40,7 +40,7 @@ class BlockMassConfig:
 
 
 def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> BlockMassConfig:
-    """Some 64 rows of queries and whole blocks of keys, where registers hold their scores; `rows` of a tile."""
+    """About 64 query rows and up to a block of keys, as shared memory allows; a tile has `rows` rows."""
     most, itemsize = math.gcd(block_size, 128), jnp.dtype(dtype).itemsize
     if itemsize == 4:
         side, warps = full_precision_tile(head_dim)

@@ -24,7 +24,7 @@ def block_sparse_attention(
     aligned: bool = False,
     backend: Backend = "auto",
 ) -> Float[Array, "B L Hq d"]:
-    """Causal attention of whole prompts over what is listed for each query tile and query head.
+    """Causal attention of prompts over the keys listed for each query tile and query head.
 
     Tile t holds the queries [t m, (t + 1) m), m the tile size. Query i of tile t of head h attends to token j iff
     j <= i, j lies in the row's prompt, and one of these holds, a token for which both do counting once:

@@ -1,4 +1,4 @@
-"""Lists of what the queries of a tile attend to: blocks of keys, and columns."""
+"""Lists of keys that the queries of a tile attend to: blocks and columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BlockLists(NamedTuple):
 
     # From a block's first token to the first token past the tile `[B, Hq, T, C]`; C, the capacity, is static.
     distances: Int[Array, "B Hq T C"]
-    counts: Int[Array, "B Hq N"]  # blocks of every tile `[B, Hq, N]`, at most C: the first so many of its list
+    counts: Int[Array, "B Hq N"]  # blocks of every tile `[B, Hq, N]`, at most C: the first of its list
 
 
 class Columns(NamedTuple):

@@ -35,7 +35,7 @@ State = tuple[Array, Array, Array]
 
 
 class _ColumnLists(NamedTuple):
-    """Columns as the kernel takes them; arrays, or refs of such."""
+    """Columns in the kernel's form; arrays or refs."""
 
     tokens: Any  # positions `[B, Hq, V]`
     counts: Any  # columns left of every tile's end `[B, Hq, N]`
@@ -58,7 +58,7 @@ def block_sparse_attention(
     config: AttentionTiles | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `block_sparse_attention.block_sparse_attention`. What is not attended to is never read."""
+    """See `block_sparse_attention.block_sparse_attention`. Unattended tokens are never read."""
     batch, length, heads, head_dim = q.shape
     check_supported("block_sparse_attention", head_dim, q, k, v, block_size=block_size)
     config = config or attention_tiles(tile_size, block_size, head_dim, q.dtype)
@@ -82,7 +82,7 @@ def block_sparse_attention(
 
 
 def _column_lists(blocks: BlockLists, columns: Columns, tiles: int, block_size: int, tile_size: int) -> _ColumnLists:
-    """Columns with what the kernel needs to know of them tile by tile."""
+    """Columns with their counts by tile and entries by distance."""
     ends = (jnp.arange(tiles, dtype=jnp.int32) + 1) * tile_size
     valid = jnp.arange(columns.tokens.shape[-1]) < columns.counts[..., None]
     left = valid[..., None, :] & (columns.tokens[..., None, :] < ends[:, None])

@@ -1,4 +1,4 @@
-"""Exact causal attention by a prefill kernel whose window holds the whole prompt."""
+"""Exact causal attention by a prefill kernel whose window covers the prompt."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _row_norms(
 
 
 def _program(tiles: int, k_ref: Any, lengths_ref: Any) -> tuple[Array, Array, Array, Array, Array]:
-    """What a program of a pass works on: tile of rows, KV head, chunk, sequence, and the sequence's length."""
+    """Work of a program of a pass: tile of rows, KV head, chunk, sequence, and the sequence's length."""
     # The tiles of a group run side by side, for they share K; then the heads, whose keys of a token lie together.
     head, tile = quotient_and_remainder(pl.program_id(0), tiles)
     chunk, row = pl.program_id(1), pl.program_id(2)

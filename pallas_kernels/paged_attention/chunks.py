@@ -34,7 +34,7 @@ class PagedConfig:
 
 
 class PageRefs(NamedTuple):
-    """A cache as the kernels address it; arrays, or refs of such."""
+    """A cache in the kernels' form; arrays or refs."""
 
     k: Any  # keys `[P, b, d]`
     v: Any  # values `[P, b, d]`
@@ -60,7 +60,7 @@ class PageRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TableShape:
-    """What the kernels know of a cache at compile time: rows of queries that share one of its rows, and its table."""
+    """Static sizes of a cache: rows of queries that share one of its rows, and columns of its table."""
 
     sharing: int
     columns: int
@@ -78,7 +78,7 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan:
-    """What the kernels know of the problem at compile time."""
+    """Static sizes of the problem."""
 
     regions: int  # regions of all rows
     kv_heads: int  # regions of a row
@@ -106,7 +106,7 @@ class ChunkPlan:
 
     @property
     def rows(self) -> int:
-        """Query rows of a region: those of a query lie together."""
+        """Query rows of a region; those of a query are adjacent."""
         return self.queries * self.group
 
     def place(self, row: Array) -> tuple[Array, Array]:
@@ -119,7 +119,7 @@ class ChunkPlan:
         return batch * self.kv_heads + kv_head, query * self.group + member
 
     def whereabouts(self, region: Array, numbers: Array) -> Array:
-        """The inverse of `place`: where in `[B m Hq, d]` a region's query rows of such numbers are."""
+        """The inverse of `place`: places in `[B m Hq, d]` of a region's query rows `numbers`."""
         if self.queries == 1:
             return region * self.group + numbers
         batch, kv_head = quotient_and_remainder(region, self.kv_heads)
@@ -128,7 +128,7 @@ class ChunkPlan:
         return ((batch * self.queries + query) * self.kv_heads + kv_head) * self.group + member
 
     def tiles(self, tokens: Array) -> Array:
-        """Tiles that hold so many tokens."""
+        """Tiles of `tokens` tokens."""
         return divide_up(tokens, self.keys)
 
     def column(self, table: TableShape, span: Span, is_kept: Array, tile: Array) -> Array:

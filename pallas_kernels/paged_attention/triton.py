@@ -50,7 +50,7 @@ _SMALLEST_PAGE = 16  # what a matrix unit takes
 def default_config(
     rows: int, head_dim: int, page: int, dtype: Any, batch: int = 1, *, eight_bits: bool = False
 ) -> PagedConfig:
-    """Tiles for so many query rows of a region, in so many rows of a batch. Measured on an H200.
+    """Tiles for `rows` query rows of a region, in `batch` rows. Measured on an H200.
 
     The few rows of decoding and short questions are read for; those of whole blocks are computed for, as in prefill.
     Two programs share a multiprocessor. Where rows of a batch share pages, these come from the L2 cache: a third one

@@ -15,7 +15,7 @@ from tca_jax.pallas_kernels.numerics import cdiv
 
 
 class FarBlocks(NamedTuple):
-    """What a query block attends to left of its window, beside selected tokens (DESIGN 2.5). N = ceil(L / b)."""
+    """Blocks and means that a query block attends to left of its window (DESIGN 2.5). N = ceil(L / b)."""
 
     blocks: Int[Array, "B Hkv N C"]  # key blocks, all left of the window; the first `counts` count
     counts: Int[Array, "B Hkv N"]
@@ -49,7 +49,7 @@ def prefill_attention(
     far: FarBlocks | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "B L Hq d"]:
-    """Attention of a whole prompt over local and selected tokens (Eq. 3), and over `far`.
+    """Attention of a prompt over local and selected tokens (Eq. 3), and over `far`.
 
     Query i attends to its local tokens [max(0, (i // b) b - w), i] and to the selected tokens left of them, a
     prefix of its head's region, for a region is sorted by position. The cost is that of the pairs kept. With

@@ -48,7 +48,7 @@ def prefill_attention(
     config: AttentionTiles | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `prefill_attention.prefill_attention`. What is not attended to is never read."""
+    """See `prefill_attention.prefill_attention`. Unattended tokens are never read."""
     batch, length, heads, head_dim = q.shape
     check_supported("prefill_attention", head_dim, q, k, v, pool.k, pool.v, block_size=block_size)
     config = config or attention_tiles(block_size, block_size, head_dim, q.dtype)
@@ -110,7 +110,7 @@ def _attend(
     def attend_span(
         begin: Any, end: Any, load: Callable[..., tuple[Array, Array]], state: Any, visible: Any = None
     ) -> Any:
-        """Takes whole tiles of the tokens from `begin` to `end`; `visible` says what of a masked tile counts."""
+        """Attends to the tokens from `begin` to `end` by full tiles; `visible` gives the mask of a tile."""
 
         def body(i: Array, state: Any) -> Any:
             start = begin + i * config.keys

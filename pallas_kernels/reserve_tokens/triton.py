@@ -41,7 +41,7 @@ class ReserveConfig:
 
 
 def default_config(length: int) -> ReserveConfig:
-    """At most 128 chunks, since every program reads what all programs of its region counted."""
+    """At most 128 chunks, since every program reads all counts of its region."""
     return ReserveConfig(chunk=max(1024, pl.next_power_of_2(cdiv(length, 128))))
 
 

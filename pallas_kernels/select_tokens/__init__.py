@@ -54,7 +54,7 @@ def select_tokens(
 def selection_mask(
     scores: Float32[Array, "B Hkv L"], budgets: Int[Array, "B Hkv nb"], *, block_size: int
 ) -> Bool[Array, "B Hkv L"]:
-    """Marks the `budgets[j]` highest scores of every whole block j, ties to the lower position."""
+    """Marks the `budgets[j]` highest scores of every full block j, ties to the lower position."""
     *lead, length = scores.shape
     num_blocks = length // block_size
     blocks = scores[..., : num_blocks * block_size].reshape(*lead, num_blocks, block_size)

@@ -124,7 +124,7 @@ def _select_or_clear(
     k_pool_ref: Any,
     v_pool_ref: Any,
 ) -> None:
-    """Selects from one block, or clears one share of the gap behind a region."""
+    """Selects from one block, or clears one share of the gap after a region."""
     region, work = pl.program_id(0), pl.program_id(1)
 
     @pl.when(work < blocks)

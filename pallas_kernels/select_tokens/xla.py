@@ -29,7 +29,7 @@ def select_tokens(
 
 
 def source_rows(mask: Bool[Array, "B Hkv L"], offsets: Int[Array, "B Hkv"], pool_tokens: int) -> Int32[Array, " P"]:
-    """Where every pool row comes from, as a row of the tokens laid out [B, L, Hkv]; B * L * Hkv where no token lies.
+    """Source of every pool row, as a row of the tokens laid out [B, L, Hkv]; B * L * Hkv for empty rows.
 
     Rows, never elements, are counted: int32 holds the rows of a million tokens, their elements pass 2^31.
     """

@@ -11,7 +11,7 @@ from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
 
 
 class TokenScores(NamedTuple):
-    """What selection needs to know of a prompt; all float32."""
+    """Scores and block statistics of a prompt; all float32."""
 
     # s, the group mean of softmax(q_last K^T / sqrt(d)) [B, Hkv, L]; 0 past a row's length.
     scores: Float32[Array, "B Hkv L"]

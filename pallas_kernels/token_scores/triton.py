@@ -36,7 +36,7 @@ class TokenScoresConfig:
 
 
 def default_config(length: int, head_dim: int, itemsize: int) -> TokenScoresConfig:
-    """Tiles of 16 KiB; at most 512 chunks, since every program of the second pass reads what all of them found."""
+    """Tiles of 16 KiB; at most 512 chunks, since every program of the second pass reads the results of all."""
     keys = streamed_tile(head_dim, itemsize)
     return TokenScoresConfig(keys=keys, chunk=max(1024, keys, pl.next_power_of_2(cdiv(length, 512))))
 
@@ -166,7 +166,7 @@ def _normalise(
         peak = jnp.max(peaks)
         # A row of length 0 has no weight; its scores are 0.
         weight = jnp.maximum(jnp.sum(weights * jnp.exp2(peaks - peak)), jnp.finfo(jnp.float32).tiny)
-        logits = logits_ref[row, index]  # past the length nobody wrote them
+        logits = logits_ref[row, index]  # unwritten past the length
         scores += jnp.where(valid, jnp.exp2(logits - peak), 0) / (weight * group)
     pltriton.store(scores_ref.at[region, index], scores, mask=index < tokens)
 

@@ -39,7 +39,7 @@ def leave_on_ctrl_c() -> None:
 
 @contextlib.contextmanager
 def spare_one_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C is only noted; the function says whether it came. The next one ends the process."""
+    """Only notes the first Ctrl-C, which the yielded function reports. The next one ends the process."""
     _spares_one.set()
     try:
         yield lambda: not _spares_one.is_set()

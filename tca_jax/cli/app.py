@@ -1,4 +1,4 @@
-"""The program: its commands, what it sets up for them, and the one way out of all of them."""
+"""The program: its commands, their setup, and their common exit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Commands(TyperGroup):
 
 
 def _flush_or_abandon_stdout() -> None:
-    """Where what is buffered has no reader or no room, the interpreter's shutdown shall not try to write it again."""
+    """Flushes standard output, or drops it, so that the interpreter's shutdown does not try again."""
     try:
         sys.stdout.flush()
     except OSError:

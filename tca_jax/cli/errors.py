@@ -1,4 +1,4 @@
-"""Which errors are the user's to mend, and the one line that says so."""
+"""Errors that users can fix, and their one-line messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UsageError: Any = typer.BadParameter.__base__  # typer does not export it by its
 
 
 def users_message(error: Exception) -> str | None:
-    """What a user reads of an error, without Python's decoration; None where it is a bug, whose traceback is wanted.
+    """The message of an error that users can fix; None for a bug, whose traceback is shown.
 
     The user's are `UserError`, errors of the system, and a device's memory that does not suffice.
     """

@@ -1,4 +1,4 @@
-"""What commands read from files and write to them and to the terminal."""
+"""Input and output of commands: files and the terminal."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[tuple[s
 def _encoded(
     checkpoint: Checkpoint, name: str, text: str, system: str | None, chat: bool, context: Context | None
 ) -> list[int]:
-    """Token ids of a prompt, or of the chat that it is, or of what it appends to a context."""
+    """Token ids of a prompt, of a chat with it, or of its continuation of a context."""
     from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt
 
     in_chat = chat or system is not None
@@ -162,7 +162,7 @@ def cut_note(out: Output) -> str:
 
 
 def _heading(name: str, text: str) -> str:
-    """What the answer to a prompt goes under: the name of its file, or its first words."""
+    """Heading of a prompt's answer: the name of the prompt's file, or its first words."""
     if name.startswith("--prompt-file "):
         return name.removeprefix("--prompt-file ")
     words = " ".join(text.split())
@@ -179,7 +179,7 @@ def _print_answers(headings: Sequence[str], out: Output) -> None:
 
 
 def _record(out: Output, num_prompts: int, tokenizer: Any) -> dict[str, Any]:
-    """What `--json` prints of answers and costs; the help of `generate` describes it."""
+    """Answers and costs as `--json` prints them; the help of `generate` describes it."""
     from tca_jax.engine.prompts import token_text
 
     samples = len(out.tokens) // num_prompts
@@ -199,7 +199,7 @@ def _record(out: Output, num_prompts: int, tokenizer: Any) -> dict[str, Any]:
 
 
 def describe(stats: Stats) -> str:
-    """What a call cost, in three lines."""
+    """Costs of a call, in three lines."""
     read, made = (" + ".join(f"{n:,}" for n in tokens) for tokens in (stats.prompt_tokens, stats.new_tokens))
     times = [f"first token after {stats.prefill_seconds:.2f} s"]
     if stats.seconds_per_token:

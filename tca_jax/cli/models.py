@@ -1,4 +1,4 @@
-"""The model that a command runs: what of its options cannot be is an error before weights are read."""
+"""The model that a command runs; invalid options raise before weights are read."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _method(parts: Parts, profile: Profile | WorthProfile | None, where: str, ch
 
 
 def _found(profile: Profile | WorthProfile, parts: Parts, where: str) -> dict[str, Any]:
-    """What a profile knows of the options of methods, by their names; ValueError where that is none of these parts'."""
+    """A profile's values of method options, by name; ValueError if these parts take none of them."""
     from tca_jax.calibration.profile import options_of
     from tca_jax.methods.registry import option_names
 
@@ -114,7 +114,7 @@ def _found(profile: Profile | WorthProfile, parts: Parts, where: str) -> dict[st
 
 
 def _filled(part: str, given: Mapping[str, Any], known: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The options of a method with what is known of them; ValueError where one without a default is missing."""
+    """A method's options, given or else known; ValueError if one without a default is missing."""
     from tca_jax.methods.registry import option_names, required_options
 
     options = {**{name: known[name] for name in option_names(part) if name in known}, **given}

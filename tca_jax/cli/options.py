@@ -82,7 +82,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """Options that say under which method a model runs, and on what."""
+    """Options for a model's method, precision, mesh and backend."""
 
     profile: ProfileOption = None
     kept: KeptOption = None

@@ -1,4 +1,4 @@
-"""`tca-jax profile`: what calibration found, as tables or as JSON."""
+"""`tca-jax profile`: results of calibration, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show(
     tokens: ShareTokensOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what was measured at each kept share and what was chosen, or the budgets of the paper's rule.
+    """Print measurements at each kept share and the chosen settings, or the budgets of the paper's rule.
 
     Budgets: candidates count from 0, the sparsest, in the table as in JSON; the last one is dense and keeps every
     token.
@@ -83,7 +83,7 @@ def print_profile(profile: Profile | WorthProfile, folder: Path, tokens: int | N
 
 
 def _print_worth(profile: WorthProfile, folder: Path, as_json: bool) -> None:
-    """Tables of what was measured, and what was chosen by it."""
+    """Prints measurements and the settings chosen by them."""
     tables: dict[str, Any] = {"kept_table": profile.kept_table, "reading_table": profile.reading_table}
     reasons = {"kept": _why_kept(profile), "selected": _why_selected(profile)}
     if as_json:

@@ -88,7 +88,7 @@ class ServingOptions:
         )
 
     def settings(self, model: str) -> Settings:
-        """What a server for a model allows."""
+        """Settings of a server for a model."""
         from tca_jax.serve.server import Settings
 
         return Settings(

@@ -58,7 +58,7 @@ def identity_of(lm: LM) -> ContextIdentity:
 
 @dataclasses.dataclass(frozen=True)
 class ContextStats:
-    """What a context cost, and costs.
+    """Costs of a context.
 
     Attributes:
         tokens: Tokens of each row.
@@ -102,7 +102,7 @@ class ContextStats:
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class Context:
-    """What a model has read, one row or several: a pytree that `generate`, `stream` and `prefill` continue from.
+    """Prefilled tokens, one row or several: a pytree that `generate`, `stream` and `prefill` continue from.
 
     It is never consumed: any number of calls may continue from it, and they share what it holds. `prefill` makes it.
 
@@ -153,7 +153,7 @@ class Context:
 
     @property
     def stats(self) -> ContextStats:
-        """What it cost, and costs."""
+        """Costs of the context."""
         rows, c, lengths = self.rows, self.identity.config, np.asarray(self.lengths)
         full = num_bytes(BASELINE.cache.block_size, rows.k.shape[-1], rows.k.dtype)
         pages = int((-(-lengths // BASELINE.cache.block_size)).sum()) * c.num_layers * c.num_kv_heads
@@ -228,7 +228,7 @@ class Context:
         return jax.tree.map(on_host, self)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes the context to a directory, in place of the one that it holds, whole or not at all.
+        """Writes the context to a directory, in place of the one there, completely or not at all.
 
         Args:
             directory: Created if missing. Other files in it are left alone.

@@ -40,7 +40,7 @@ _STREAM_SECONDS = 0.03  # a piece of a stream comes about this often, or with ev
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a call cost.
+    """Costs of a call.
 
     Attributes:
         prompt_tokens: Tokens of each prompt; with a context, of what was appended to it.
@@ -198,7 +198,7 @@ def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
 
 
 def output_of(request: Request, state: DecodingState) -> Output:
-    """What a request has said and cost so far."""
+    """Answers and costs of a request so far."""
     answers = request.answers(state)
     steps, devices = request.steps(state), num_devices(request.lm.mesh)
     stats = Stats(

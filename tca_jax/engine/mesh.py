@@ -28,7 +28,7 @@ from tca_jax.models.sharding import DATA, axis_size, parameter_specs
 if TYPE_CHECKING:
     from tca_jax.engine.lm import LM
 
-#: How the arrays of an argument or a result lie on a mesh: alike on all devices, ...
+#: Sharding of an argument or a result on a mesh: replicated on all devices, ...
 SAME = PartitionSpec()
 #: ... axis 0 is the rows of a batch, ...
 ROWS = PartitionSpec(DATA)
@@ -139,7 +139,7 @@ def over_mesh(
     def mapped(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         specs = jax.tree.leaves(_specs_of(inputs, args), is_leaf=_is_spec)
-        # Arrays without elements stay outside and are made anew inside: Shardy's canonicalization crashes on those that
+        # Arrays without elements stay outside and are created inside: Shardy's canonicalization crashes on those that
         # go in and are used (seen with JAX 0.11.2).
         given = [leaf for leaf in leaves if np.size(leaf)]
 
@@ -151,8 +151,8 @@ def over_mesh(
             ]
             return _boxed(function(*_unboxed(jax.tree.unflatten(structure, parts))))
 
-        # Types that tell along which axes a value varies are not asked for: every loop would have to begin with such,
-        # and what the devices of an axis compute alike they compute alike.
+        # Axes along which values vary are not checked: every loop would have to begin with types of such, and values
+        # that are replicated over an axis stay replicated.
         of_given = [spec for leaf, spec in zip(leaves, specs, strict=True) if np.size(leaf)]
         return jax.shard_map(on_device, mesh=mesh, in_specs=(of_given,), out_specs=outputs, check_vma=False)(given)
 

@@ -1,4 +1,4 @@
-"""From what users pass as prompts (strings, chats, token ids; one or a batch) to padded token ids, and back to text."""
+"""Encoding of prompts (strings, chats, token ids; one or a batch) as padded token ids, and decoding to text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ALLOWED = "text, a chat (a list of messages), token ids, or a list of those"
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What encoding needs: a loaded `LM`, or a `Checkpoint` whose weights are yet to be read."""
+    """A model for encoding: a loaded `LM`, or a `Checkpoint` whose weights are not read yet."""
 
     @property
     def name(self) -> str: ...
@@ -119,7 +119,7 @@ def encode_continuation(lm: Encoder, text: str | bytes, held: Sequence[int], arg
 def encode_appended(
     lm: Encoder, prompts: Any, rows: int, held: Callable[[int], list[int]], argument: str = "prompts"
 ) -> list[list[int]]:
-    """Token ids of what is appended to a context: text and ids as they are, of chats what the context does not hold.
+    """Token ids that prompts append to a context: text and ids as they are, chats from the end of the context on.
 
     Args:
         lm: The model whose tokenizer and vocabulary apply.
@@ -231,14 +231,14 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """What it is, for messages."""
+    """The kind of a value."""
     if getattr(value, "ndim", 0):
         return f"an array {list(value.shape)} of {value.dtype}"
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
 def require_tokenizer(argument: str, name: str, needs: Any, remedy: str) -> Any:
-    """What needs the tokenizer of a model, or the tokenizer. Raises ValueError if it is None."""
+    """`needs`: the tokenizer, or an object that needs one. Raises ValueError if it is None."""
     require(needs is not None, f"{argument}: {name} was loaded without a tokenizer; {remedy}")
     return needs
 
@@ -305,7 +305,7 @@ def _check_ids(lm: Encoder, prompt: Any, argument: str) -> list[int]:
 
 
 def check_token_ids(lm: Encoder, ids: list[int], source: str) -> list[int]:
-    """The ids. Raises ValueError, which begins with `source`, if one lies outside the vocabulary."""
+    """The ids. Raises ValueError, which begins with `source`, if one is outside the vocabulary."""
     vocabulary = lm.config.vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         outside = next(i for i in ids if not 0 <= i < vocabulary)
@@ -360,7 +360,7 @@ class DocumentTemplate:
         return cls(before, between, after, following, verbatim=True, trims=trims)
 
     def document(self, lm: Encoder, text: str, argument: str) -> list[int]:
-        """Token ids of what is read once.
+        """Token ids of a document.
 
         Raises:
             ValueError: the document is empty, or the model has no tokenizer; names `argument`.
@@ -370,7 +370,7 @@ class DocumentTemplate:
         return encode_verbatim(lm, self.before_document + (text.lstrip() if self.trims else text), argument)
 
     def question(self, text: str, *, follows_answer: bool) -> str:
-        """What is appended to ask a question."""
+        """Appended text of a question."""
         if self.trims:
             text = text.strip() if follows_answer else text.rstrip()
         return (self.before_next if follows_answer else self.before_question) + text + self.after_question
@@ -387,7 +387,7 @@ class TokenizerWording:
         return tuple(encode_verbatim(self.lm, text, "text"))
 
     def around_text(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the chat template puts before the user's text, and between it and an answer.
+        """The chat template's tokens before the user's text, and between it and an answer.
 
         Without a template, what the tokenizer puts before any text, and a line break.
         """

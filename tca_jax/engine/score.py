@@ -1,4 +1,4 @@
-"""Log-probabilities of given text: `score` of whole texts, `score_answers` of answers behind prompts and contexts."""
+"""Log-probabilities of given text: `score` of texts, `score_answers` of answers to prompts and contexts."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _score_layers(
 
 
 class TokenScores(NamedTuple):
-    """What a model thinks of tokens.
+    """A model's scores of tokens.
 
     Attributes:
         logprobs: Natural log-probability of each, float32.
@@ -165,7 +165,7 @@ def logprobs_of_hidden(
 
 
 def scores_of_hidden(decoder: Decoder, hidden: Float[Array, "B L D"], tokens: Int[Array, "B L"]) -> TokenScores:
-    """Log-probability of tokens, each given by the hidden state beside it, and whether greedy decoding says them.
+    """Log-probability of tokens, each given the hidden state beside it, and whether greedy decoding picks it.
 
     Logits are made of a few positions at a time: those of all would outweigh the model.
     """
@@ -178,7 +178,7 @@ def scores_of_hidden(decoder: Decoder, hidden: Float[Array, "B L D"], tokens: In
 
 
 def _top_of_hidden(decoder: Decoder, hidden: Float[Array, "B L D"], top: int) -> Top:
-    """The likeliest tokens behind each hidden state."""
+    """The likeliest tokens after each hidden state."""
 
     def of_chunk(part: Array, _: Array) -> Top:
         logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(decoder.logits(part)), top)
@@ -188,7 +188,7 @@ def _top_of_hidden(decoder: Decoder, hidden: Float[Array, "B L D"], top: int) ->
 
 
 def _by_chunks(decoder: Decoder, hidden: Float[Array, "B L D"], function: Callable[[Array, Array], Any]) -> Any:
-    """What a function makes of some hidden states `[B, chunk, D]` and the position of the first, put together."""
+    """Applies a function to chunks of hidden states `[B, chunk, D]` and their starts, and joins the results."""
     batch, length, _ = hidden.shape
     chunk = max(1, min(length, _LOGIT_ELEMENTS // (batch * decoder.config.vocab_size)))
 
@@ -338,7 +338,7 @@ def _behind_prompts(
 def _joined(
     first: TokenScores, rest: TokenScores | None, places: Int[np.ndarray, " R"], answers: list[list[int]]
 ) -> tuple[list[np.ndarray], list[bool]]:
-    """Scores of whole answers, from those of their first tokens and those of the others, which begin at `places`."""
+    """Scores of answers, from those of their first tokens and those of the others, which begin at `places`."""
     if rest is None:
         return [np.asarray(logprob)[None] for logprob in first.logprobs], first.greedy.tolist()
     logprobs = []

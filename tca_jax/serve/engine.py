@@ -85,7 +85,7 @@ class Loop:
         return done
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Has the thread run a function, and waits for it. Raises what it raises, or ValueError as `post`."""
+        """Runs a function in the thread, and waits for it. Raises its exception, or ValueError as `post`."""
         return self.post(function).result()
 
     def wait_until(self, holds: Callable[[], bool], timeout: float | None) -> bool:
@@ -201,7 +201,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.close()
 
     def close(self) -> None:
-        """Cancels what is running, waits for documents that are being stored, and ends."""
+        """Cancels all requests, waits for documents that are being stored, and ends."""
         self._loop.stop()
         if self._storage is not None:
             self._storage.close()
@@ -240,7 +240,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._loop.call(lambda: self._found(ids, named=True).id)
 
     def append(self, document: str, more: Prompt) -> str:
-        """Appends text, token ids, or what a chat has after the document; the shorter document stays.
+        """Appends text, token ids, or a chat beyond the document; the shorter document stays.
 
         Returns:
             The id of the longer document, at once.
@@ -319,7 +319,7 @@ class Engine(AbstractContextManager["Engine"]):
         keep: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Stream:
-        """Asks about a document, or answers a prompt of its own.
+        """Answers a prompt, with or without a document.
 
         Args:
             document: Its id; None for none.

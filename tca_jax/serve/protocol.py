@@ -106,7 +106,7 @@ _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class StreamOptions(_Fields):
-    """What a stream has beside the answers."""
+    """Stream contents beside the answers."""
 
     include_usage: bool = False  # in the last event
     include_obfuscation: bool = False  # changes nothing
@@ -311,7 +311,7 @@ def of_error(error: Exception) -> RequestError:
 
 
 def _of_validation_error(error: ValidationError) -> RequestError:
-    """The first wrong field of a request, with its value and what is allowed."""
+    """The first wrong field of a request, with its value and allowed values."""
     first = error.errors(include_url=False)[0]
     code, path, value, words = first["type"], list(first["loc"]), first["input"], first["msg"]
     if field := first.get("ctx", {}).get("field"):

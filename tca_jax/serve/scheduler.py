@@ -319,7 +319,7 @@ class Scheduler:
         return request.allowed is not None
 
     def _leave(self, request: Request, reason: FinishReason) -> None:
-        """A request ends, and gives back what it has."""
+        """Ends a request, and frees its resources."""
         with self._failing(request):
             keeps = request.stream.keep and reason != "cancelled" and request.scheduled
             document = self._kept(request) if keeps else None

@@ -56,7 +56,7 @@ class Settings:
 
 
 class Server:
-    """The application: `app` is what a web server runs. ValueError if the engine's model has no tokenizer."""
+    """The application: a web server runs `app`. ValueError if the engine's model has no tokenizer."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         require_tokenizer("a server", engine.lm.name, engine.lm.tokenizer, "serve a model that has one")
@@ -214,7 +214,7 @@ class Server:
             yield _event(protocol.of_error(error).body())
 
     def _max_tokens(self, wanted: ChatRequest | CompletionRequest, prompt: EncodedPrompt) -> int:
-        """Most tokens of an answer: what is requested, or as many as the model has positions for."""
+        """Most tokens of an answer: as requested, or a default within the model's positions."""
         most, given = self._settings.max_tokens, wanted.max_tokens or wanted.max_completion_tokens
         if given is not None:
             require_field(given <= most, "max_tokens", f"max_tokens = {given}: must be at most {most}")
