@@ -140,7 +140,9 @@ def _mask(lm: LM, number: int, layer: LayerRead, lengths: Array) -> Bool[Array, 
     if not policy.num_ranked_blocks(tokens):
         return jnp.ones((batch, heads, tokens), bool)
     if isinstance(policy, ScoredCache):
-        return policy.stays(lm.settings_of(number), layer.scores) | _window(policy, lengths, tokens)
+        kept = policy.stays(lm.settings_of(number), layer.scores) | _window(policy, lengths, tokens)
+        queries = last_queries(layer.q, lengths, policy.num_queries)
+        return kept | policy.reserved(queries, layer.k, lengths, "auto") if policy.reserve else kept
     return kept_mask(policy, _select(lm.method, number, *layer[:3], lengths), lengths)
 
 

@@ -314,7 +314,7 @@ def _attend_layer(
         if isinstance(policy, ScoredCache):
             kept_so_far = None if rows is None else rows.kept
             attended, written = _attend_scored(
-                method, policy, settings, q, k, v, scores, lengths, layout, kept_so_far, room, backend
+                method, policy, settings, index, q, k, v, scores, lengths, layout, kept_so_far, room, backend
             )
         else:
             heads = heads_of(lm.head_shards, index, k.shape[2])
@@ -366,6 +366,7 @@ def _attend_scored(
     method: Method,
     policy: ScoredCache,
     settings: Any,
+    layer: int | Array,
     q: Array,
     k: Array,
     v: Array,
@@ -379,12 +380,16 @@ def _attend_scored(
     b, (batch, length, heads, _), written = policy.block_size, k.shape, _Written(None)
     if layout is not None and layout.has_ranked_blocks:
         edge = (lengths // b * b - policy.window)[:, None, None]
-        stays = policy.stays(settings, scores) & (jnp.arange(length) < edge)
-        raised = None
-        if kept_so_far is not None:
-            left = room - kept_so_far.sum(axis=(0, 2))  # begun pages come besides
-            left = jnp.maximum(left * policy.part_of_pages(settings), 0).astype(jnp.int32)
-            stays, raised = _highest(stays, scores, left)
+        stays, raised, ranks = policy.stays(settings, scores) & (jnp.arange(length) < edge), None, scores
+        if policy.reserve:
+            with jax.named_scope("reserve"):
+                reserved = policy.reserved(last_queries(q, lengths, policy.num_queries), k, lengths, backend)
+            stays, ranks = stays | reserved, jnp.where(reserved, jnp.inf, scores)
+        if kept_so_far is not None:  # begun pages come besides
+            own = jnp.clip(edge[:, 0, 0], 0, policy.reserve) * heads  # the reserve of a layer
+            left = room - kept_so_far.sum(axis=(0, 2)) - own * (len(kept_so_far) - layer)
+            part = jnp.maximum(left * policy.part_of_pages(settings), 0).astype(jnp.int32) + own
+            stays, raised = _highest(stays, ranks, part)
         with jax.named_scope("select"):
             regions = Regions.plan(batch, [length] * heads, b)
             kept = regions.fill(Selection.of_tokens(stays, b), k, v, block_size=b, backend=backend).pool
@@ -404,7 +409,7 @@ def _highest(
     full = stays.sum(axis=(1, 2)) > room
     # Sorted in any case: for a branch the host would wait in every layer.
     ranked = jnp.sort(jnp.where(stays, scores, -jnp.inf).reshape(len(room), -1), axis=-1, descending=True)
-    least = jnp.take_along_axis(ranked, room[:, None], axis=-1)[..., None]
+    least = jnp.take_along_axis(ranked, jnp.minimum(room, ranked.shape[1] - 1)[:, None], axis=-1)[..., None]
     highest = (scores > least) | jnp.isposinf(scores) | ~full[:, None, None]  # the first tokens stay in any case
     return stays & highest, full
 

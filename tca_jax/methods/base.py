@@ -339,9 +339,11 @@ class ScoredCache(CachePolicy):
 
     Attributes:
         means: Whether evicted tokens of a block leave their mean.
+        reserve: Tokens that stay of each head besides, by what the prompt's last queries attend to; 0 for none.
     """
 
     means: bool
+    reserve: int
 
     @abc.abstractmethod
     def of_heads(self, settings: Any, heads: Heads) -> Any:
@@ -358,6 +360,12 @@ class ScoredCache(CachePolicy):
     @abc.abstractmethod
     def stays(self, settings: Any, scores: Float32[Array, "*t H n"]) -> Bool[Array, "*t H n"]:
         """Which tokens stay outside of the window."""
+
+    @abc.abstractmethod
+    def reserved(
+        self, q_last: Float[Array, "B o Hq d"], k: Float[Array, "B L H d"], lengths: Int[Array, " B"], backend: Backend
+    ) -> Bool[Array, "B H L"]:
+        """The `reserve` tokens of each head, by the last `num_queries` prompt queries."""
 
     @abc.abstractmethod
     def block_means(

@@ -15,11 +15,15 @@ from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
+from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks, prefill_attention
+from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 
 FIRST = 4  # first tokens, which every query sees
 BLOCK = 128
 WINDOW = 256
+RESERVE = WINDOW // 2  # tokens of each head for a question in the prompt
+OBSERVED, SPREAD = 64, 16  # last queries that choose them, and tokens that a chosen one's score reaches
 _STRIDE = 16  # every which query of a tile estimates the mass of blocks
 
 
@@ -42,12 +46,14 @@ class WorthSettings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WorthCache(ScoredCache):
-    """Tokens of at least a predicted worth stay; the others of a block leave their mean."""
+    """Tokens of at least a predicted worth stay, and a reserve; the others of a block leave their mean."""
 
     capacity: float = 1.0  # share of the tokens of all heads that a row has pages for
     block_size: int = BLOCK
     window: int = WINDOW
     means: bool = True
+    reserve: int = RESERVE
+    num_queries: ClassVar[int] = OBSERVED
     layers_differ: ClassVar[bool] = False
 
     def for_programs(self) -> WorthCache:
@@ -57,7 +63,8 @@ class WorthCache(ScoredCache):
         return self.num_ranked_blocks(prompt_tokens) * self.block_size
 
     def shared_capacities(self, prompt_tokens: int, num_layers: int, num_kv_heads: int) -> tuple[int, ...]:
-        return (math.ceil(self.capacity * self.capacities(0, prompt_tokens)) * num_layers * num_kv_heads,)
+        most = self.capacities(0, prompt_tokens)
+        return (min(most, math.ceil(self.capacity * most) + self.reserve) * num_layers * num_kv_heads,)
 
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
@@ -77,6 +84,11 @@ class WorthCache(ScoredCache):
 
     def stays(self, settings: WorthSettings, scores: Float32[Array, "*t H n"]) -> Bool[Array, "*t H n"]:
         return scores >= settings.theta
+
+    def reserved(self, q_last: Array, k: Array, lengths: Array, backend: Backend) -> Bool[Array, "B H L"]:
+        scores = observation_scores(q_last, k, lengths, spread=SPREAD, backend=backend)
+        ranked = self.num_ranked_blocks(lengths) * self.block_size
+        return reserve_tokens(scores, ranked, reserve=self.reserve, backend=backend)
 
     def block_means(self, k: Array, v: Array, scores: Array, members: Array) -> BlockMeans:
         return BlockMeans(*block_means(k, v, scores, members, self.block_size))

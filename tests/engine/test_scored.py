@@ -1,5 +1,7 @@
 """Predicted worth in the engine: everything kept is full attention, feeding equals decoding, full rows keep less."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from tiny import random_prompt, tiny_lm
@@ -8,6 +10,8 @@ import tca_jax
 from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
 from tca_jax.calibration.worth_profile import WorthProfile
 from tca_jax.engine.score import score_answers
+from tca_jax.lab.by_layers import read_by, read_full
+from tca_jax.methods.worth import BLOCK, RESERVE
 
 OPTIONS = {"max_new_tokens": 200, "stop_token_ids": (), "logprobs": True}
 
@@ -56,6 +60,20 @@ def test_other_profiles_contexts_are_refused(profile):
     context = tca_jax.prefill(lm.with_profile(profile.with_kept(0.3)), random_prompt(0, 600))
     with pytest.raises(ValueError, match="context was made under method 'worth' with other options or budgets"):
         tca_jax.generate(lm.with_profile(profile.with_kept(0.5)), [1, 2], context=context)
+
+
+def test_each_head_keeps_a_reserve(profile):
+    lm, prompt = tiny_lm().with_profile(profile.with_kept(0.05)), random_prompt(4, 1_100)
+    bare = dataclasses.replace(lm.method, cache=dataclasses.replace(lm.method.cache, reserve=0))
+    kept, without = (
+        np.asarray(tca_jax.prefill(each, prompt).rows.kept) for each in (lm, dataclasses.replace(lm, method=bare))
+    )
+    assert (kept >= RESERVE).all()
+    assert ((kept > without) & (kept <= without + RESERVE)).all()
+    ranked = lm.method.cache.num_ranked_blocks(len(prompt)) * BLOCK
+    masks = read_by(lm, read_full(lm, prompt)).biases  # by the same definitions, over full keys
+    held = [(np.asarray(bias)[0, :, :ranked] == 0).sum(axis=-1) for bias in masks]
+    np.testing.assert_array_equal(kept[:, 0], held)
 
 
 def test_a_full_row_keeps_the_highest(profile):
