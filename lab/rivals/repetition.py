@@ -65,7 +65,7 @@ def read_and_repeat(
     for layer, selection in enumerate(selections):
         given = rows, held.rows, selection, lengths, most, jnp.int32(layer)
         rows = calls(_keep_program, bare, *given, **options)
-    return held._replace(rows=rows, calls=calls)
+    return held._replace(rows=rows)
 
 
 def repeat(
@@ -89,8 +89,8 @@ def repeat(
     texts = list(_texts(repetition, tokens))
     most = max(text.shape[1] for _, text in texts)
     more = pages_of_forks(lm, batch, length, most)
-    found = read(lm, tokens, lengths, lengths, lm.cache_layout(batch, length), more_pages=more, backend=backend)
-    calls.compile_seconds += found.calls.compile_seconds
+    layout = lm.cache_layout(batch, length)
+    found = read(lm, tokens, lengths, lengths, layout, calls, more_pages=more, backend=backend)
     rows = fork(lm, found.rows, 1, lengths + most, length, most, calls, private=True)
     nothing = jnp.where(jnp.arange(length) < sinks, AHEAD, jnp.zeros((count, lm.config.num_kv_heads, length)))
     scores, bare = [nothing] * lm.config.num_layers, lm.without_weights()

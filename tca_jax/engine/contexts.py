@@ -286,8 +286,8 @@ def prefill(
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
     layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
     require_memory(page_bytes(lm) * num_pages(lm, layout), f"contexts of {len(ids)} prompts")
-    begun, of_rows = time.perf_counter(), jnp.asarray(lengths)
-    logits, rows, shares, calls = read(lm, jnp.asarray(tokens), of_rows, of_rows, layout, backend=kernels)
+    begun, of_rows, calls = time.perf_counter(), jnp.asarray(lengths), Calls()
+    logits, rows, shares = read(lm, jnp.asarray(tokens), of_rows, of_rows, layout, calls, backend=kernels)
     rows = jax.block_until_ready(compacted(lm, rows, calls))
     seconds = time.perf_counter() - begun - calls.compile_seconds
     finite, shares = on_host((jnp.isfinite(logits).all(axis=-1), shares))

@@ -327,7 +327,7 @@ def _generate_tokens(
     backend: Backend,
 ) -> Int[Array, "B N"]:
     calls, batch = Calls(traced=True), tokens.shape[0]
-    logits, rows, shares, _ = read(lm, tokens, lengths, lengths + room - 1, layout, backend=backend)
+    logits, rows, shares = read(lm, tokens, lengths, lengths + room - 1, layout, calls, backend=backend)
     held = None if sampling.repetition_penalty is None else (tokens, lengths)
     drawing = row_keys(key, batch), shares, sampling, jnp.asarray(stop_tokens, jnp.int32), None
     state = calls(begin_program, lm.without_weights(), rows, logits, lengths, held, *drawing, new_tokens=room)

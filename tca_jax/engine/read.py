@@ -124,7 +124,6 @@ class ReadRows(NamedTuple):
     logits: Float32[Array, "B V"]  # of the token after each
     rows: Rows
     attended_share: Float32[Array, " B"]  # of each prompt's causal pairs
-    calls: Calls
 
 
 class Calls:
@@ -171,14 +170,13 @@ def read(
     lengths: Int[Array, " B"],
     most: Int[Array, " B"],  # tokens that the rows will have
     layout: CacheLayout,  # of the rows
+    calls: Calls,
     *,
     more_pages: int = 0,  # for rows that will continue these
     backend: Backend = "auto",
-    calls: Calls | None = None,
     then: Callable[[Any, Any, Any], None] | None = None,  # given the shapes of logits, rows and shares: compiles more
 ) -> ReadRows:
     """Reads prompts into rows, a layer at a time."""
-    calls = calls or Calls(traced=isinstance(tokens, jax.core.Tracer))
     lm = lm.for_programs()
     if lm.method.cache.reader is not None and layout.has_ranked_blocks:
         return lm.method.cache.reader(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
@@ -186,7 +184,7 @@ def read(
     x, out, shares, rows = run_layers(lm, tokens, lengths, most, layout, calls, **options)
     given = lm.last_layer_params, x, out, lengths, shares
     logits, shares = calls(end_program, lm.without_layers(), *given, graphdef=lm.layer_graphdef)
-    return ReadRows(logits, rows, shares, calls)
+    return ReadRows(logits, rows, shares)
 
 
 def run_layers(
@@ -247,6 +245,7 @@ def layout_of_prompts(lm: LM, layout: CacheLayout) -> tuple[CacheLayout, int]:
 
 
 def static_layer(method: Method, layer: int) -> int | None:
+    """The static argument `layer` of programs of a layer."""
     return layer if method.layers_differ else None
 
 
@@ -333,6 +332,8 @@ def _attend_layer(
 
 
 class _Written(NamedTuple):
+    """Arguments of `Rows.with_prompts` from a layer's selection."""
+
     kept: Pool | None
     means: BlockMeans | None = None
     raised: Bool[Array, " B"] | None = None
@@ -349,6 +350,7 @@ def attend_selected(
     layout: CacheLayout | None,
     backend: Backend,
 ) -> tuple[Attended, _Written]:
+    """Attention of prompts, and what their rows keep of a layer."""
     policy, kept, readable = method.cache, None, None
     if layout is not None and layout.has_ranked_blocks:
         queries = last_queries(q, lengths, policy.num_queries)
@@ -377,6 +379,7 @@ def _attend_scored(
     room: Int[Array, ""],  # for kept tokens of a row
     backend: Backend,
 ) -> tuple[Attended, _Written]:
+    """`attend_selected` where tokens have scores."""
     b, (batch, length, heads, _), written = policy.block_size, k.shape, _Written(None)
     if layout is not None and layout.has_ranked_blocks:
         edge = (lengths // b * b - policy.window)[:, None, None]

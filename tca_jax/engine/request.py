@@ -219,16 +219,16 @@ class Request:
             ValueError: the model computes NaN or infinity; names the layer.
         """
         begun = time.perf_counter()
-        state = jax.block_until_ready(self._begin(self.calls))
+        state = jax.block_until_ready(self._begin())
         self.prefill_seconds = time.perf_counter() - begun - self.calls.compile_seconds
         finite = on_host(state.finite)[:: self.config.num_samples]
         if not finite.all():
             require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
         return self._end_at_stop_strings(state)
 
-    def _begin(self, calls: Calls) -> DecodingState:
+    def _begin(self) -> DecodingState:
         """Reads the prompts and draws the first token of every answer."""
-        lm, config, shares, held = self._program_lm, self.config, None, None
+        lm, config, calls, shares, held = self._program_lm, self.config, self.calls, None, None
         samples, fed = config.num_samples, self.room - 1
         if self._sampling.repetition_penalty is not None:
             held = tuple(map(jnp.asarray, self._whole_prompts()))
@@ -254,8 +254,8 @@ class Request:
                         calls.compile_ahead(program, lm, state, jnp.int32(0), self._sampling, backend=self.backend)
 
             options: dict[str, Any] = {"more_pages": more, "backend": self.backend}
-            options |= {"calls": calls, "then": compile_decoding if samples == 1 else None}
-            logits, rows, shares, _ = read(lm, tokens, lengths, lengths + own, layout, **options)
+            options |= {"then": compile_decoding if samples == 1 else None}
+            logits, rows, shares = read(lm, tokens, lengths, lengths + own, layout, calls, **options)
         else:
             appended = self.appended
             rows, starts = appended.rows(lm, fed if samples == 1 else 0, calls)

@@ -323,7 +323,8 @@ def _behind_prompts(
     need = page_bytes(lm) * (num_pages(lm, layout) + more)
     require_memory(need, f"{len(answers)} answers to {len(ids)} prompts")
     lm, of_rows = lm.for_programs(), jnp.asarray(lengths)
-    logits, rows, _, calls = read(lm, jnp.asarray(tokens), of_rows, of_rows, layout, more_pages=more, backend=backend)
+    padded, calls = jnp.asarray(tokens), Calls()
+    logits, rows, _ = read(lm, padded, of_rows, of_rows, layout, calls, more_pages=more, backend=backend)
     require_finite(lm, tokens, lengths, on_host(jnp.isfinite(logits).all(axis=-1)), "prompts")
     first, rest = calls(_score_logits, lm, logits, jnp.asarray(given[:, 0])), None
     if fed is not None:

@@ -481,7 +481,9 @@ class Prefiller:
 
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:
-                own = functools.partial(read.read, lm, tokens, lengths, lengths, layout, backend=self._backend)
+                own = functools.partial(
+                    read.read, lm, tokens, lengths, lengths, layout, read.Calls(), backend=self._backend
+                )
                 self._programs = self._compilers.submit(own)
                 yield 0
                 logits, rows, shares, _ = self._programs.result()

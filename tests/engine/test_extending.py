@@ -41,7 +41,8 @@ def opened(lm, prompts, fed):
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-    found = read(lm, jnp.asarray(tokens), lengths, lengths + fed, lm.cache_layout(*tokens.shape, fed), backend="xla")
+    layout = lm.cache_layout(*tokens.shape, fed)
+    found = read(lm, jnp.asarray(tokens), lengths, lengths + fed, layout, Calls(), backend="xla")
     return found.rows, found.logits
 
 
