@@ -326,12 +326,12 @@ def _behind_prompts(
     padded, calls = jnp.asarray(tokens), Calls()
     logits, rows, _ = read(lm, padded, of_rows, of_rows, layout, calls, more_pages=more, backend=backend)
     require_finite(lm, tokens, lengths, on_host(jnp.isfinite(logits).all(axis=-1)), "prompts")
-    first, rest = calls(_score_logits, lm, logits, jnp.asarray(given[:, 0])), None
+    first, rest = calls(_score_logits, lm.without_layers(), logits, jnp.asarray(given[:, 0])), None
     if fed is not None:
         starts, fed_lengths = jnp.asarray(held), jnp.asarray(given_lengths)
         rows = fork(lm, rows, times, starts + fed_lengths, tokens.shape[1], columns, calls, private=True)
         hidden = feed(lm, rows, fed, starts, fed_lengths, calls, keep_hidden=True, backend=backend).hidden
-        rest = calls(_score_appended, lm, hidden, fed, starts, fed_lengths)
+        rest = calls(_score_appended, lm.without_layers(), hidden, fed, starts, fed_lengths)
     first, rest = on_host((first, rest))
     return _joined(first, rest, places, answers)
 
