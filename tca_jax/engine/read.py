@@ -350,7 +350,7 @@ def attend_selected(
     layout: CacheLayout | None,
     backend: Backend,
 ) -> tuple[Attended, _Written]:
-    """Attention of prompts, and what their rows keep of a layer."""
+    """Attention of prompts, and the tokens of a layer for their rows."""
     policy, kept, readable = method.cache, None, None
     if layout is not None and layout.has_ranked_blocks:
         queries = last_queries(q, lengths, policy.num_queries)
