@@ -53,8 +53,11 @@ class WorthCache(ScoredCache):
     window: int = WINDOW
     means: bool = True
     reserve: int = RESERVE
-    num_queries: ClassVar[int] = OBSERVED
     layers_differ: ClassVar[bool] = False
+
+    @property
+    def num_queries(self) -> int:  # type: ignore[override]
+        return OBSERVED
 
     def for_programs(self) -> WorthCache:
         return dataclasses.replace(self, capacity=1.0)
