@@ -214,16 +214,9 @@ def run_layers(
     def given(layer: int, x: Any, shares: Any, rows: Any) -> tuple[Any, ...]:
         return lm.layer_params(layer), x, shares, rows, cos, sin, lengths, most, *map(calls.number, (room, layer))
 
-    if not calls.traced and lm.mesh is None:  # programs compile at the same time, those first that take longest
+    if not calls.traced and lm.mesh is None:
         layers = range(lm.config.num_layers if lm.method.layers_differ else 1)
-        needed = [(given(layer, x, shares, rows), {"layer": static_layer(lm.method, layer)}) for layer in layers]
-        if then is not None and not attend_program.is_compiled(bare, *needed[0][0], **options, **needed[0][1]):
-            then(jax.ShapeDtypeStruct((len(lengths), lm.config.vocab_size), jnp.float32), rows, shares)
-        found = [calls.compile_ahead(attend_program, bare, *args, **options, **layer) for args, layer in needed]
-        if found[0] is not None:
-            out, *_ = found[0]
-            calls.compile_ahead(after_program, bare, lm.layer_params(0), x, out, **graphdef)
-            calls.compile_ahead(end_program, outer, lm.last_layer_params, x, out, lengths, shares, **graphdef)
+        compile_layers(lm, [(bare, *given(layer, x, shares, rows)) for layer in layers], options, calls, then)
     attend = after = None
     for layer in range(last + 1):
         arguments = bare, *given(layer, x, shares, rows)
@@ -234,6 +227,28 @@ def run_layers(
             after = after or calls.prepare(after_program, bare, lm.layer_params(layer), x, out, **graphdef)
             x = after(bare, lm.layer_params(layer), x, out)
     return x, out, shares, rows
+
+
+def compile_layers(
+    lm: LM,
+    given: list[tuple[Any, ...]],  # arguments of `attend_program`: of all layers, or of the first one for all
+    options: dict[str, Any],  # its static ones
+    calls: Calls,
+    then: Callable[[Any, Any, Any], None] | None = None,
+) -> None:
+    """Has threads compile the programs of layers, unless the first one is compiled; what takes longest comes first."""
+    _, _, x, shares, rows, _, _, lengths, *_ = given[0]
+    static = [options | {"layer": static_layer(lm.method, layer)} for layer in range(len(given))]
+    if attend_program.is_compiled(*given[0], **static[0]):
+        return
+    if then is not None:
+        then(jax.ShapeDtypeStruct((len(lengths), lm.config.vocab_size), jnp.float32), rows, shares)
+    found = [calls.compile_ahead(attend_program, *args, **each) for args, each in zip(given, static, strict=True)]
+    if found[0] is not None:
+        out, graphdef = found[0][0], options["graphdef"]
+        calls.compile_ahead(after_program, given[0][0], lm.layer_params(0), x, out, graphdef=graphdef)
+        last = lm.last_layer_params, x, out, lengths, shares
+        calls.compile_ahead(end_program, lm.without_layers(), *last, graphdef=graphdef)
 
 
 def layout_of_prompts(lm: LM, layout: CacheLayout) -> tuple[CacheLayout, int]:

@@ -470,10 +470,14 @@ class Prefiller:
             begin, _ = read.begin_program.prepare(outer, tokens, lengths, layout=None, more_pages=0)
             x, cos, sin, shares, _ = results_of(begin)
             different = layers if lm.method.layers_differ else layers[:1]
-            given = [(of_layer(i, x, cos, sin, shares, empty), read.static_layer(lm.method, i)) for i in different]
-            for each, layer in given if lm.mesh is None else ():
-                read.attend_program.compile_ahead(*each, **static, layer=layer)
-            attend = [read.attend_program.prepare(*each, **static, layer=layer)[0] for each, layer in given]
+            given = [of_layer(i, x, cos, sin, shares, empty) for i in different]
+            if lm.mesh is None:
+                read.compile_layers(lm, given, static, read.Calls())
+            own = [read.static_layer(lm.method, i) for i in different]
+            attend = [
+                read.attend_program.prepare(*each, **static, layer=layer)[0]
+                for each, layer in zip(given, own, strict=True)
+            ]
             out, shares, _ = results_of(attend[0])
             after, _ = read.after_program.prepare(weightless, lm.layer_params(0), x, out, **graphdef)
             end, _ = read.end_program.prepare(outer, lm.last_layer_params, x, out, lengths, shares, **graphdef)
@@ -486,7 +490,7 @@ class Prefiller:
                 )
                 self._programs = self._compilers.submit(own)
                 yield 0
-                logits, rows, shares, _ = self._programs.result()
+                logits, rows, shares = self._programs.result()
                 self._enter(group, *on_host((logits, shares, rows)))
                 return
             widths = Widths.of_row(lm, max(layout.kept_columns), layout.prompt_tokens)
