@@ -93,6 +93,14 @@ def test_impossible_requests_are_refused(lm):
         Engine(over(tiny_lm(), (2, 1)), pages=8)
 
 
+def test_documents_of_a_method_that_repeats_them():
+    lm, document = tca_jax.load("recall-tiny").with_method("kvzip"), random_prompt(0, 700)
+    with Engine(lm, max_rows=1, pages=400) as engine:
+        out = engine.ask(engine.read(document), [70, 71], max_new_tokens=8, **NEVER).result(120)
+    context = tca_jax.prefill(lm, document)
+    assert out.tokens == tca_jax.generate(lm, [[70, 71]], context=context, max_new_tokens=8, **NEVER).tokens[0]
+
+
 def test_answers_by_scored_tokens_equal_generate():
     """Evicted tokens leave means: in documents, questions of several blocks, answers, and what is asked next."""
     layers = CONFIG.num_layers
