@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tca_jax.engine import read
@@ -485,9 +486,8 @@ class Prefiller:
 
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:
-                own = functools.partial(
-                    read.read, lm, tokens, lengths, lengths, layout, read.Calls(), backend=self._backend
-                )
+                given = *map(jnp.asarray, (tokens, lengths, lengths)), layout, read.Calls()
+                own = functools.partial(read.read, lm, *given, backend=self._backend)
                 self._programs = self._compilers.submit(own)
                 yield 0
                 logits, rows, shares = self._programs.result()
