@@ -486,7 +486,7 @@ class Prefiller:
 
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:
-                given = *map(jnp.asarray, (tokens, lengths, lengths)), layout, read.Calls()
+                given: Any = *map(jnp.asarray, (tokens, lengths, lengths)), layout, read.Calls()
                 own = functools.partial(read.read, lm, *given, backend=self._backend)
                 self._programs = self._compilers.submit(own)
                 yield 0
