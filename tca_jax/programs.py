@@ -76,7 +76,7 @@ class Program:
         lowered = self._lower(args, static)
         with _lock:
             if key not in _kept and key not in _compiling:
-                _compiling[key] = _compilers.submit(lowered.compile)
+                _compiling[key] = _compilers.submit(_compile, key, lowered)
         return jax.tree.map(_shape, lowered.out_info)
 
     def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> tuple[Hashable, ...]:
@@ -97,14 +97,25 @@ class Program:
                 _kept[key] = executable
                 return executable, 0.0
             ahead = _compiling.get(key)
-        executable = self._lower(args, static).compile() if ahead is None else ahead.result()
-        seconds = time.perf_counter() - start
+        try:
+            executable = _compile(key, self._lower(args, static)) if ahead is None else ahead.result()
+        except KeyboardInterrupt:
+            forget_programs()  # those that wait for a thread would delay the end of the process
+            raise
+        return executable, time.perf_counter() - start
+
+
+def _compile(key: tuple[Hashable, ...], lowered: Any) -> Any:
+    try:
+        executable = lowered.compile()
         with _lock:
-            _compiling.pop(key, None)
             _kept[key] = executable
             while len(_kept) > (_MOST_ON_CPU if jax.default_backend() == "cpu" else _MOST_PROGRAMS):
                 del _kept[next(iter(_kept))]
-        return executable, seconds
+        return executable
+    finally:
+        with _lock:
+            _compiling.pop(key, None)
 
 
 def _sharding(leaf: Any) -> Any:
@@ -120,6 +131,8 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 def forget_programs() -> None:
     """Drops all programs; each is compiled again when it is next needed."""
     with _lock:
+        for waiting in _compiling.values():
+            waiting.cancel()
         _kept.clear()
         _compiling.clear()
 

@@ -236,7 +236,7 @@ def compile_layers(
     calls: Calls,
     then: Callable[[Any, Any, Any], None] | None = None,
 ) -> None:
-    """Has threads compile the programs of layers, unless the first one is compiled; what takes longest comes first."""
+    """Compiles the programs of layers in threads, the slowest first, unless the first layer's is compiled."""
     _, _, x, shares, rows, _, _, lengths, *_ = given[0]
     static = [options | {"layer": static_layer(lm.method, layer)} for layer in range(len(given))]
     if attend_program.is_compiled(*given[0], **static[0]):
