@@ -39,7 +39,6 @@ class CacheLayout:
     shared_pages: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    @functools.lru_cache(maxsize=256)
     def plan(
         cls,
         policy: CachePolicy,
@@ -76,7 +75,6 @@ class CacheLayout:
         return cls(b, w, batch, pages, columns, prompt_tokens, tuple(shared))
 
     @classmethod
-    @functools.lru_cache(maxsize=256)
     def plan_following(
         cls,
         policy: CachePolicy,
