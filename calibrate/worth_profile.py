@@ -182,7 +182,7 @@ def calibrate_worth(
     packed, chunk = packed_texts(lm, texts, count, tokens, kept)
     maps = fit_worth(lm, packed, chunk=chunk, progress=progress)["worth"]
     profile = WorthProfile(maps, 1.0, 1.0, (), (), lm.fingerprint, lm.name, sources_of(packed))
-    kept_table, reading_table = _measure(lm, profile, probed_texts(lm, packed[count // 2 :]), progress)
+    kept_table, reading_table = measured_tables(lm, profile, probed_texts(lm, packed[count // 2 :]), progress)
     if kept is None and (doubt := _doubt(kept_table, lm.name)):
         warnings.warn(doubt, stacklevel=3)
     return dataclasses.replace(
@@ -258,7 +258,7 @@ def _doubt(table: Sequence[Mapping[str, float]], name: str) -> str | None:
     return None
 
 
-def _measure(
+def measured_tables(
     lm: LM, profile: WorthProfile, probed: Sequence[ProbedText], progress: Progress
 ) -> tuple[tuple[dict[str, float], ...], tuple[dict[str, float], ...]]:
     """Answers after texts at kept shares, and losses inside texts at selected ones."""

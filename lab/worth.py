@@ -7,6 +7,7 @@ what caches keep and prompts read by them, under a profile of `tca_jax.calibrate
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Annotated
@@ -16,10 +17,14 @@ import typer
 
 import tca_jax
 from tca_jax.calibration.predicted_worth import fit_worth, pack_texts
+from tca_jax.calibration.probes import probed_texts
 from tca_jax.calibration.repetition import TARGETS
+from tca_jax.calibration.worth_profile import WorthProfile, measured_tables
+from tca_jax.cli.profiles import print_table
 from tca_jax.lab.benchmarks.common import Compilations, peak_memory
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import calibration_text
+from tca_jax.progress import progress
 
 
 def main(
@@ -30,11 +35,12 @@ def main(
     targets: Annotated[str, typer.Option(help="Targets, by commas.")] = ",".join(TARGETS),
     texts: sticks.TextsOption = None,
 ) -> None:
-    """Fits maps on texts of the calibration half; prints their correlation and the share of each head."""
+    """Fits maps on texts of the calibration half; prints their correlation, shares of heads, and measured tables."""
     compilations, lm = Compilations(), tca_jax.load(model)
     started = time.monotonic()
     packed = pack_texts(lm, [calibration_text(seed, tokens, texts) for seed in range(count)], count, tokens)
-    found = fit_worth(lm, packed, targets=targets.split(","))
+    with progress(log=True) as report:
+        found = fit_worth(lm, packed, targets=targets.split(","), progress=report)
     seconds = time.monotonic() - started
     to.mkdir(parents=True, exist_ok=True)
     for name, maps in found.items():
@@ -44,6 +50,12 @@ def main(
     compiling, (peak, memory) = sum(compilations.by_program.values()), peak_memory()
     took = f"{seconds:.0f} s, of these {compiling:.0f} s compiling"
     print(f"{count} texts of {tokens:,} tokens: {took}; peak {peak / 1e9:.1f} GB of {memory} memory")
+    if "worth" in found:
+        profile = WorthProfile(found["worth"], 1.0, 1.0, (), (), lm.fingerprint, lm.name)
+        with progress(log=True) as report:
+            tables = measured_tables(lm, profile, probed_texts(lm, packed[count // 2 :]), report)
+        for table in tables:
+            print_table(table, math.nan)
 
 
 if __name__ == "__main__":

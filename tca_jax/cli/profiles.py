@@ -101,7 +101,7 @@ def _print_worth(profile: WorthProfile, folder: Path, as_json: bool) -> None:
     for name, title in titles.items():
         if tables[name]:
             print(f"{title}:")
-            _print_table(tables[name], profile.kept if name == "kept_table" else profile.selected)
+            print_table(tables[name], profile.kept if name == "kept_table" else profile.selected)
     for name, reason in reasons.items():
         print(f"{name} = {getattr(profile, name):g}: {reason}")
     lengths = [source["tokens"] for source in profile.sources]
@@ -129,7 +129,7 @@ def _why_selected(profile: WorthProfile) -> str:
     return f"copies and facts inside a text within {MOST_NATS} nats of full attention, or the largest measured share"
 
 
-def _print_table(rows: Sequence[Mapping[str, float]], chosen: float) -> None:
+def print_table(rows: Sequence[Mapping[str, float]], chosen: float) -> None:
     """Rows of a table of measurements; the chosen one in bold."""
     table = Table(box=box.SIMPLE)
     for name in rows[0]:
