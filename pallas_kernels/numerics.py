@@ -61,11 +61,6 @@ def round_up(value: int, multiple: int) -> int:
     return cdiv(value, multiple) * multiple
 
 
-def next_power_of_2(value: int) -> int:
-    """The least power of two that is at least `value`; 0 for 0."""
-    return 1 << (value - 1).bit_length() if value else 0
-
-
 def shared_size(value: int) -> int:
     """The least 9 * 2 ** n that is at least `value`: sizes that programs of other lengths share.
 

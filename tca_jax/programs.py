@@ -77,7 +77,7 @@ class Program:
         with _lock:
             if key not in _kept and key not in _compiling:
                 _compiling[key] = _compilers.submit(_compile, key, lowered)
-        return jax.tree.map(_shape, lowered.out_info)
+        return results_of(lowered)
 
     def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> tuple[Hashable, ...]:
         leaves, structure = jax.tree.flatten(args)
@@ -124,10 +124,6 @@ def _sharding(leaf: Any) -> Any:
     return None if isinstance(sharding, SingleDeviceSharding) else sharding
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-
-
 def forget_programs() -> None:
     """Drops all programs; each is compiled again when it is next needed."""
     with _lock:
@@ -156,12 +152,17 @@ class _Placing:
 
 
 def results_of(executable: Any) -> Any:
-    """Shapes of an executable's results, for which the next program can be prepared."""
+    """Shapes of the results of an executable, or of a lowered program: the next one can be prepared for them."""
+    return shapes_of(executable.out_info)
 
-    def shape(x: Any) -> jax.ShapeDtypeStruct:  # without the layout in memory, which is the compiler's affair
+
+def shapes_of(arrays: Any) -> Any:
+    """Shapes of arrays, without their layouts in memory."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
 
-    return jax.tree.map(shape, executable.out_info)
+    return jax.tree.map(shape, arrays)
 
 
 def enable_compilation_cache() -> None:

@@ -169,16 +169,13 @@ class Steps:
         start = before if leaving is None else before + jnp.where(leaving, rows.page_size, 0)
         new = None if fed.size == 1 else fed[:, None]  # a single row is written without looking
         x, (cos, sin) = decoder.embed(state.last[:, None]), decoder.angles(positions[:, None])
-        graphdef, scores = nnx.split(decoder.layers[0])[0], list[Array]()
+        graphdef, scores = lm.layer_graphdef, list[Array]()
 
         def of_layer(
             weights: Any, x: Array, rows: Rows, layer: int | Array, known: Any
         ) -> tuple[Array, Rows, Array | None]:
-            module, heads, score = (
-                nnx.merge(graphdef, weights),
-                heads_of(lm.head_shards, layer, rows.kept.shape[2]),
-                None,
-            )
+            module, score = nnx.merge(graphdef, weights), None
+            heads = heads_of(lm.head_shards, layer, rows.kept.shape[2])
             if isinstance(policy, ScoredCache):
                 settings = policy.of_heads(lm.settings_of(layer), heads)
                 score = policy.score(settings, module.attention_norm(x), positions[:, None])[..., 0]
@@ -198,9 +195,9 @@ class Steps:
             return *module(x, cos, sin, attention, rows), score
 
         step = of_layer if policy.layers_differ else jax.jit(of_layer)  # traced once
-        for layer, module in enumerate(decoder.layers):
+        for layer in range(lm.config.num_layers):
             number, known = layer if policy.layers_differ else jnp.int32(layer), summaries and summaries[layer]
-            x, rows, score = step(nnx.split(module)[1], x, rows, number, known)
+            x, rows, score = step(lm.layer_params(layer), x, rows, number, known)
             scores += [] if score is None else [score]
         rows = rows.with_scores(jnp.stack(scores), positions, fed, start) if scores else rows
         logits = decoder.logits(decoder.final_norm(x)[:, 0])

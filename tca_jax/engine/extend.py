@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.engine.decode import evict_block
@@ -22,10 +21,8 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, LAYER_WEIGHTS, ROWS, SAME, OverMesh, heads_of
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import bucket_length
-from tca_jax.engine.read import Calls, static_layer
+from tca_jax.engine.read import OUT, Calls, static_layer
 from tca_jax.methods.base import UNBOUNDED, ScoredCache
-from tca_jax.models.names import MODEL
-from tca_jax.models.sharding import DATA
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import cdiv, round_up
 from tca_jax.pallas_kernels.paged_attention import paged_attention
@@ -183,9 +180,10 @@ def _logits(lm: LM, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
 
 
 _feed_begin_program = Program(OverMesh(_feed_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS)))
-_FED = (ROWS, CACHES, ROWS, PartitionSpec(DATA, None, MODEL))
 _feed_program = Program(
-    OverMesh(_feed_layer, (LAYER_WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), _FED), donate=(2, 3), one_layer=True
+    OverMesh(_feed_layer, (LAYER_WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), (ROWS, CACHES, ROWS, OUT)),
+    donate=(2, 3),
+    one_layer=True,
 )
 _feed_end_program = Program(OverMesh(_feed_end, (ROWS, ROWS, CACHES, ROWS, ROWS), (ROWS, ROWS, CACHES)), donate=(3,))
 _logits_program = Program(OverMesh(_logits, (ROWS,), ROWS))

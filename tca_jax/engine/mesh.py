@@ -151,8 +151,8 @@ def over_mesh(
             ]
             return _boxed(function(*_unboxed(jax.tree.unflatten(structure, parts))))
 
-        # Axes along which values vary are not checked: every loop would have to begin with types of such, and values
-        # that are replicated over an axis stay replicated.
+        # Types do not carry the mesh axes over which values vary: each loop would have to begin with values of such a
+        # type. Values that are replicated over an axis stay replicated.
         of_given = [spec for leaf, spec in zip(leaves, specs, strict=True) if np.size(leaf)]
         return jax.shard_map(on_device, mesh=mesh, in_specs=(of_given,), out_specs=outputs, check_vma=False)(given)
 

@@ -217,10 +217,10 @@ def run_layers(
     if not calls.traced and lm.mesh is None:
         layers = range(lm.config.num_layers if lm.method.layers_differ else 1)
         compile_layers(lm, [(bare, *given(layer, x, shares, rows)) for layer in layers], options, calls, then)
-    attend = after = None
+    after = None
     for layer in range(last + 1):
         arguments = bare, *given(layer, x, shares, rows)
-        if attend is None or lm.method.layers_differ:
+        if layer == 0 or lm.method.layers_differ:
             attend = calls.prepare(attend_program, *arguments, **options, layer=static_layer(lm.method, layer))
         out, shares, rows = attend(*arguments)
         if layer < last:
@@ -247,6 +247,8 @@ def compile_layers(
     if found[0] is not None:
         out, graphdef = found[0][0], options["graphdef"]
         calls.compile_ahead(after_program, given[0][0], lm.layer_params(0), x, out, graphdef=graphdef)
+        if rows is None:  # the caller needs no end
+            return
         last = lm.last_layer_params, x, out, lengths, shares
         calls.compile_ahead(end_program, lm.without_layers(), *last, graphdef=graphdef)
 
@@ -433,7 +435,7 @@ def _highest(
 
 
 begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, CACHES)))
-#: How attention's output lies on a mesh.
+#: Queries and attention's output on a mesh.
 OUT = PartitionSpec(DATA, None, MODEL)
 attend_program = Program(
     OverMesh(_attend_layer, (LAYER_WEIGHTS, ROWS, ROWS, CACHES, *(ROWS,) * 4, SAME, SAME), (OUT, ROWS, CACHES)),

@@ -30,7 +30,7 @@ from tca_jax.engine.read import Calls, fork, full_bytes, num_pages, page_bytes, 
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
-from tca_jax.pallas_kernels.numerics import next_power_of_2
+from tca_jax.pallas_kernels.numerics import shared_size
 from tca_jax.programs import Program
 
 _LEAST_ROOM = 256  # for new tokens, so that shorter answers share programs
@@ -237,7 +237,7 @@ class Request:
             jnp.asarray(config.stop_token_ids, jnp.int32),
             jnp.int32(config.min_new_tokens) if config.min_new_tokens else None,
         )
-        keys, room = row_keys(jax.random.key(config.seed), self.rows), max(_LEAST_ROOM, next_power_of_2(self.room))
+        keys, room = row_keys(jax.random.key(config.seed), self.rows), shared_size(max(_LEAST_ROOM, self.room))
         static: dict[str, Any] = {"new_tokens": room, "logprobs": config.num_logprobs}
         if self.appended is None:
             tokens, lengths = map(jnp.asarray, pad_tokens(self.prompt_ids, lm.pad_token_id))

@@ -26,7 +26,7 @@ from tca_jax.engine.pages import Numbers, Rows
 from tca_jax.engine.prompts import bucket_length, pad_tokens
 from tca_jax.errors import UserError, require
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.programs import results_of
+from tca_jax.programs import results_of, shapes_of
 from tca_jax.serve import pages
 from tca_jax.serve.batch import Batch, Request, is_intact
 from tca_jax.serve.constraints import packed_mask
@@ -455,7 +455,7 @@ class Prefiller:
 
     def _read(self, group: list[Document], layout: CacheLayout, numbers: Numbers) -> Iterator[int]:
         """Reads documents into pages: starts to compile, then yields the tokens of each layer."""
-        lm, pool = self._lm.for_programs(), self._pool
+        lm, pool, calls = self._lm.for_programs(), self._pool, read.Calls()
         prompts: Any = pad_tokens([each.tokens for each in group], lm.pad_token_id)
         tokens, lengths = prompts
         outer, weightless, layers = lm.without_layers(), lm.without_weights(), range(lm.config.num_layers)
@@ -465,7 +465,7 @@ class Prefiller:
 
         def of_layer(number: int, x: Any, cos: Any, sin: Any, shares: Any, rows: Rows) -> tuple[Any, ...]:
             given = lm.layer_params(number), x, shares, rows, cos, sin, lengths, lengths
-            return weightless, *given, np.int32(room), np.int32(number)
+            return weightless, *given, *map(calls.number, (room, number))
 
         def prepare(empty: Any) -> Any:
             begin, _ = read.begin_program.prepare(outer, tokens, lengths, layout=None, more_pages=0)
@@ -473,7 +473,7 @@ class Prefiller:
             different = layers if lm.method.layers_differ else layers[:1]
             given = [of_layer(i, x, cos, sin, shares, empty) for i in different]
             if lm.mesh is None:
-                read.compile_layers(lm, given, static, read.Calls())
+                read.compile_layers(lm, given, static, calls)
             own = [read.static_layer(lm.method, i) for i in different]
             attend = [
                 read.attend_program.prepare(*each, **static, layer=layer)[0]
@@ -486,7 +486,7 @@ class Prefiller:
 
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:
-                given: Any = *map(jnp.asarray, (tokens, lengths, lengths)), layout, read.Calls()
+                given: Any = *map(jnp.asarray, (tokens, lengths, lengths)), layout, calls
                 own = functools.partial(read.read, lm, *given, backend=self._backend)
                 self._programs = self._compilers.submit(own)
                 yield 0
@@ -496,7 +496,7 @@ class Prefiller:
             widths = Widths.of_row(lm, max(layout.kept_columns), layout.prompt_tokens)
             table = pages.empty_table.run(weightless, rows=len(group), widths=widths, pages=pool.total)
             table = dataclasses.replace(table, free=pool.free_pages(numbers, len(numbers[0])))
-            self._programs = self._compilers.submit(prepare, jax.tree.map(_shape, pool.lend(table)))
+            self._programs = self._compilers.submit(prepare, shapes_of(pool.lend(table)))
             yield 0
             begin, attend, after, end = self._programs.result()
             x, cos, sin, shares, _ = begin(outer, tokens, lengths)
@@ -531,7 +531,3 @@ class Prefiller:
 
 def _is_wanted(document: Document) -> bool:
     return document.named or document.users > 0
-
-
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
