@@ -20,7 +20,6 @@ from tca_jax.errors import Unsupported, require
 OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "block_mass": ("triton", "xla"),
-        "block_sparse_attention": ("mosaic", "triton", "xla"),
         "causal_attention": ("cudnn", "mosaic", "triton", "xla"),
         "column_mass": ("xla",),
         "observation_scores": ("triton", "xla"),

@@ -107,15 +107,13 @@ def attend(
     warpgroup: Any,
     *,
     first: Any,
-    lowest: float,
     mask: Callable[[Any, Any, Any], Any],
 ) -> None:
     """A compute warpgroup: online softmax of its 64 rows over all tiles.
 
     `work` has the `row`, `head` and `length` of the queries, and the number of `steps`: first the `masked_steps`, last,
-    in calls with biases, the `biased_steps`. `first` is the query tile's first row. `lowest` is where the largest score
-    begins: finite, a row that sees nothing gives zeros, not NaN. `mask` takes the warpgroup's first row, the step and
-    the scores, and gives those that count.
+    in calls with biases, the `biased_steps`. `first` is the query tile's first row. `mask` takes the warpgroup's
+    first row, the step and the scores, and gives those that count.
     """
     q_ref, out_ref = refs[0], refs[-1]
     (qo_smem, _, _), (q_ready, k_ready, _), _, turns, biases = scoped
@@ -130,7 +128,7 @@ def attend(
     by_row = plgpu.Layout.WGMMA.reduce(1)
     carry = (
         plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((ROWS,), lowest, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), by_row),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row),
     )
     pl.when(work.steps > 0)(lambda: plgpu.barrier_wait(k_ready.at[0]))
@@ -145,8 +143,6 @@ def attend(
     pl.when(warpgroup == 0)(lambda: wait_turn(turns))
 
     rows = plgpu.broadcasted_iota(jnp.int32, out.shape, 0, layout=plgpu.Layout.WGMMA)
-    if lowest > -jnp.inf:
-        weight = jnp.where(weight > 0, weight, 1.0)
     out = jnp.where(rows + first_row < work.length, out / lax.broadcast_in_dim(weight, out.shape, [0]), 0.0)
     qo[...] = out.astype(q_ref.dtype)
     plgpu.commit_smem()

@@ -7,7 +7,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns
 from tca_jax.pallas_kernels.kv import CODES, Pages, Pool, empty
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 
@@ -15,13 +14,11 @@ TOKENS = {"q": "B L Hq d", "k": "B L Hkv d", "v": "B L Hkv d"}
 POOL = {"pool.k": "P d", "pool.v": "P d", "pool.offsets": "B Hkv", "pool.lengths": "B Hkv"}
 PAGES = {"caches.k": "P b d", "caches.v": "P b d", "caches.table": "R Hkv T", "caches.kept": "R Hkv"}
 PAGES |= {"caches.start": "R", "caches.end": "R"}
-LISTS = {"blocks.distances": "B Hq N C", "blocks.counts": "B Hq N"}
-COLUMNS = {"columns.tokens": "B Hq V", "columns.counts": "B Hq"}
 FAR = {"far.blocks": "B Hkv N C", "far.counts": "B Hkv N", "far.selected": "B Hkv L", "far.mean_k": "B N Hkv d"}
 FAR |= {"far.mean_v": "B N Hkv d", "far.mean_bias": "B Hkv N N", "far.mean_counts": "B Hkv N"}
 INTEGERS = {"lengths", "ranked_tokens", "budgets", "offsets", "first", "newest"}
 INTEGERS |= {"far.blocks", "far.counts", "far.mean_counts"}
-INTEGERS |= {name for name in (*POOL, *PAGES, *LISTS, *COLUMNS) if not name.endswith((".k", ".v"))}
+INTEGERS |= {name for name in (*POOL, *PAGES) if not name.endswith((".k", ".v"))}
 FIXED = {"scores": jnp.float32, "far.selected": jnp.bool_, "far.mean_bias": jnp.float32}  # types that no call changes
 #: Dimensions of the operands and of the results, then the static options. P is a pool, of tokens or of pages of b.
 OPERATIONS = {
@@ -54,11 +51,6 @@ OPERATIONS = {
     ),
     "block_mass": ({"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv N N",), ("block_size", "stride")),
     "causal_attention": ({**TOKENS, "lengths": "B"}, ("B L Hq d",), ()),
-    "block_sparse_attention": (
-        {**TOKENS, **LISTS, **COLUMNS, "lengths": "B"},
-        ("B L Hq d",),
-        ("block_size", "tile_size", "aligned"),
-    ),
 }
 
 
@@ -68,35 +60,31 @@ def packed(operands, kept_columns):
     for name, operand in operands.items():
         groups.setdefault(name.split(".")[0], []).append(operand)
     pages = functools.partial(Pages, kept_columns=kept_columns)
-    whole = {"pool": Pool, "caches": lambda *x: (pages(*x),), "blocks": BlockLists}
-    whole |= {"columns": Columns, "far": FarBlocks}
+    whole = {"pool": Pool, "caches": lambda *x: (pages(*x),), "far": FarBlocks}
     return {name: whole.get(name, lambda x: x)(*group) for name, group in groups.items()}
 
 
-def call(operation, dtype=jnp.bfloat16, shapes=(), columns=False, far=False, *, function, **sizes):
+def call(operation, dtype=jnp.bfloat16, shapes=(), far=False, *, function, **sizes):
     """A call without data: a function of shapes, and these; `sizes` are dimensions and static options.
 
     `dtype` is that of floating-point operands, or of some by name; `shapes` replace those that follow from the sizes.
-    With `columns`, tiles share the lists of block-sparse attention; with `far`, prefill has far blocks.
+    With `far`, prefill has far blocks.
     """
     names, _, options = OPERATIONS[operation]
     b = sizes.get("block_size", 128)
-    usual = {"B": 1, "L": 1024, "Hq": 8, "Hkv": 2, "d": 128, "block_size": 128, "window": 4096, "tile_size": b}
+    usual = {"B": 1, "L": 1024, "Hq": 8, "Hkv": 2, "d": 128, "block_size": 128, "window": 4096}
     usual |= {"stride": 16, "spread": 16, "reserve": 512, "pool_tokens": 2**19, "o": 64, "b": 128, "m": 1, "T": 193}
-    usual |= {"P": 4096, "kept_columns": 160, "V": 300, "aligned": False}
+    usual |= {"P": 4096, "kept_columns": 160}
     sizes = usual | sizes
-    length, tile = sizes["L"], max(1, sizes["tile_size"])
-    tile = tile if operation == "block_sparse_attention" else max(1, b)
-    sizes |= {"nb": length // max(1, b), "N": -(-length // tile), "C": -(-length // max(1, b))} | sizes
+    length, blocks = sizes["L"], -(-sizes["L"] // max(1, b))
+    sizes = {"nb": length // max(1, b), "N": blocks, "C": blocks} | sizes
     sizes.setdefault("R", sizes["B"])
     dtypes = dtype if isinstance(dtype, dict) else dict.fromkeys(names, dtype)
     operands = {}
     for name, dims in names.items():
-        if (name in COLUMNS and not columns) or (name in FAR and not far):
+        if name in FAR and not far:
             continue
-        if name == "blocks.distances" and columns:
-            dims = "B Hq one C"
-        shape = dict(shapes).get(name, tuple({**sizes, "one": 1}[dim] for dim in dims.split()))
+        shape = dict(shapes).get(name, tuple(sizes[dim] for dim in dims.split()))
         kind = jnp.int32 if name in INTEGERS else FIXED.get(name, dtypes.get(name, jnp.bfloat16))
         operands[name] = jax.ShapeDtypeStruct(shape, kind)
         if kind == CODES:

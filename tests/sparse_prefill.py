@@ -107,12 +107,12 @@ def minference(q, k, *, kind, columns, diagonals, block, blocks=100):
     if kind == "block_sparse":
         sums = [np.array([x[j * block : (j + 1) * block].sum(axis=0) for j in range(count)]) for x in (q, k)]
         scores = sums[0] @ sums[1].T
-        return of_blocks([(t, j) for t in range(count) for j in best(scores[t, : t + 1], blocks)], n, block)
+        return of_blocks([(t, j) for t in range(count) for j in best(scores[t, : t + 1], blocks) | {t}], n, block)
     if kind == "a_shape":
         taken, lines = set(range(min(columns, n))), set(range(min(diagonals, n)))
     else:
         taken, lines = vertical_slash(q, k, columns, diagonals)
-    met = {o + r for o in lines for r in range(block)}
+    met = {o + r for o in lines | {0} for r in range(block)}
     mask = np.zeros((n, n), bool)
     for tile in range(count):
         end, place = (tile + 1) * block, 0

@@ -88,7 +88,7 @@ class WorthCase(Case):
         listed = jnp.argsort(~read, axis=-1, stable=True).astype(jnp.int32)
         mean_counts = jnp.broadcast_to(jnp.asarray(before.sum(axis=-1), jnp.int32), counts.shape)
         return kept, FarBlocks(
-            listed, counts, selected, mean_k.astype(k.dtype), mean_v.astype(k.dtype), bias, mean_counts
+            listed * BLOCK, counts, selected, mean_k.astype(k.dtype), mean_v.astype(k.dtype), bias, mean_counts
         )
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Any) -> Attended:

@@ -19,8 +19,7 @@ from tca_jax.errors import check_integer, check_not_negative, check_number
 from tca_jax.lab.rivals.compression import rival
 from tca_jax.lab.rivals.scores import covering, diagonal_sums, highest, last_attention
 from tca_jax.methods.base import Heads, Layer, last_queries
-from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
-from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
+from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums, lists_of_mask
 from tca_jax.pallas_kernels.numerics import cdiv, scaled_scores
 
 
@@ -51,9 +50,7 @@ class FlexPrefill(BlockSparsePrefill):
         """Least blocks of each kind of line."""
         return max(1, cdiv(self.min_budget, self.block_size))
 
-    def estimate(
-        self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array
-    ) -> tuple[Listed, ...]:
+    def estimate(self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> Listed:
         size, batch, tiles = self.block_size, q.shape[0], cdiv(q.shape[1], self.block_size)
         queries = last_queries(q, lengths, size)
         attention = last_attention(queries, k, lengths)
@@ -75,7 +72,7 @@ class FlexPrefill(BlockSparsePrefill):
         back = jnp.arange(tiles)[:, None] - jnp.arange(tiles)
         mask = lines[0][..., None, :] | (lines[1][..., jnp.maximum(back, 0)] & (back >= 0))
         pairs = self._covering_pairs(q, keys, lengths) & aware[..., None, None]
-        return (Listed(lists_of_mask(mask | pairs.reshape(batch, -1, tiles, tiles), size)),)
+        return lists_of_mask(mask | pairs.reshape(batch, -1, tiles, tiles), size)
 
     def _covering_pairs(
         self, q: Float[Array, "B L G d"], keys: Float32[Array, "B N d"], lengths: Int[Array, " B"]

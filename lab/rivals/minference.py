@@ -4,14 +4,15 @@ A vertical-slash head takes the columns and diagonals with most attention of the
 head the first columns and nearest diagonals, a block-sparse head the key blocks whose mean key has the largest product
 with the tile's mean query. Follows microsoft/MInference at 0647e2c: the first 30 columns and the nearest 100 diagonals
 come first; a vertical-slash head has at least 30 and 50. A diagonal is computed in blocks of as many keys as a tile has
-queries. What differs: blocks are cut from the nearest diagonal on, in the code from the farthest.
+queries. What differs: blocks are cut from the nearest diagonal on, in the code from the farthest, and every tile
+attends to its own block, which in the code heads of the last two patterns may leave out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,7 @@ from tca_jax.lab.rivals.compression import rival
 from tca_jax.lab.rivals.scores import diagonal_sums, highest, last_attention
 from tca_jax.lab.rivals.tables import check_query_heads, of_layer
 from tca_jax.methods.base import Heads, Layer, last_queries
-from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
-from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, columns_of_mask, lists_of_mask
+from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums, lists_of_mask
 from tca_jax.pallas_kernels.numerics import cdiv
 
 OBSERVED = 64  # queries that the lines are found in
@@ -71,12 +71,14 @@ class MInferencePrefill(BlockSparsePrefill):
     block_size: int = 64
     dense_tokens: int = 1024  # longest prompt, in tokens, with exact causal attention
 
-    aligned = False
+    aligned: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_number("scale", self.scale, above=0, at_most=1e6)
         check_integer("blocks", self.blocks, at_least=1)
         check_integer("block_size", self.block_size, at_least=1)
+        must = "must be no multiple of 128, for diagonals begin between such blocks"
+        require(self.block_size % 128, f"block_size = {self.block_size}: {must}")
         check_integer("dense_tokens", self.dense_tokens, at_least=0)
         if self.patterns is not None:
             object.__setattr__(self, "patterns", _parsed(self.patterns))
@@ -89,25 +91,29 @@ class MInferencePrefill(BlockSparsePrefill):
         if self.patterns is not None:
             check_query_heads("patterns", self.patterns, num_layers, num_kv_heads)
 
-    def estimate(
-        self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array
-    ) -> tuple[Listed, ...]:
-        group, tokens = q.shape[2], q.shape[1]
-        count = heads.of_model * group
-        given = (DEFAULT,) * count if self.patterns is None else of_layer("patterns", self.patterns, layer, count)
-        patterns = [HeadPattern(kind, *(int(self.scale * n) for n in numbers)) for kind, *numbers in given]
+    def estimate(self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> Listed:
+        group, patterns = q.shape[2], self._of_layer(layer, heads, q.shape[2])
         kinds, *numbers = map(np.array, zip(*patterns, strict=True))
         arrays = kinds == "a_shape", kinds == "block_sparse", *(x.astype(np.int32) for x in numbers)
         own = PatternArrays(*(jnp.asarray(heads.of(x.reshape(-1, group)))[head] for x in arrays))
-        of_lines = [max(_LEAST_COLUMNS, p.columns) for p in patterns if p.kind != "block_sparse"]
         columns, diagonals = lines(q, k, lengths, own)
-        capacity = min(tokens, max(of_lines, default=1))
-        by_lines = Listed(blocks_of_diagonals(diagonals, self.block_size), columns_of_mask(columns, capacity))
-        if len(of_lines) == len(patterns):
-            return (by_lines,)
-        blocks = max(1, int(self.scale * self.blocks))
-        mask = best_blocks(q, k, lengths, blocks, self.block_size) & own.by_blocks[:, None, None]
-        return by_lines, Listed(lists_of_mask(mask, self.block_size))
+        by_lines = blocks_of_diagonals(diagonals, self.block_size)._replace(columns=columns)
+        if "block_sparse" not in kinds:
+            return by_lines
+        mask = best_blocks(q, k, lengths, max(1, int(self.scale * self.blocks)), self.block_size)
+        marked = lists_of_mask(mask, self.block_size)
+        blocks = jnp.where(own.by_blocks[:, None, None], marked.blocks, by_lines.blocks)
+        return Listed(blocks, jnp.where(own.by_blocks[:, None], marked.counts, by_lines.counts), columns)
+
+    def most_columns(self, layer: Layer, heads: Heads, group: int) -> int:
+        columns = (p.columns for p in self._of_layer(layer, heads, group) if p.kind != "block_sparse")
+        return max((max(_LEAST_COLUMNS, number) for number in columns), default=0)
+
+    def _of_layer(self, layer: Layer, heads: Heads, group: int) -> list[HeadPattern]:
+        """The pattern of every query head of the model's, scaled."""
+        count = heads.of_model * group
+        given = (DEFAULT,) * count if self.patterns is None else of_layer("patterns", self.patterns, layer, count)
+        return [HeadPattern(kind, *(int(self.scale * n) for n in numbers)) for kind, *numbers in given]
 
 
 minference = rival("minference", MInferencePrefill)
@@ -136,8 +142,8 @@ def lines(
     )
 
 
-def blocks_of_diagonals(diagonals: Bool[Array, "B G L"], size: int) -> BlockLists:
-    """The fewest blocks of keys, cut from the nearest on, that hold the keys of a tile's queries on some diagonals."""
+def blocks_of_diagonals(diagonals: Bool[Array, "B G L"], size: int) -> Listed:
+    """The fewest blocks of keys, cut from a tile's own on, that hold the keys of its queries on some diagonals."""
     length = diagonals.shape[-1]
     tiles = cdiv(length, size)
     end = tiles * size
@@ -148,15 +154,13 @@ def blocks_of_diagonals(diagonals: Bool[Array, "B G L"], size: int) -> BlockList
     places = jnp.where(met, jnp.arange(end, dtype=jnp.int32), end)
     following = jax.lax.cummin(places, axis=2, reverse=True)  # the nearest place from here on that is met; `end`: none
     # A block begins at the first place that the one before does not hold. Twice the jump finds twice as many blocks.
-    starts = following[..., :1]
     jump = jnp.pad(following, ((0, 0), (0, 0), (0, size + 1)), constant_values=end)[..., size:]
+    starts = jump[..., :1]
     while starts.shape[-1] < tiles:
         starts = jnp.concatenate([starts, jnp.take_along_axis(jump, starts, axis=-1)], axis=-1)
         jump = jnp.take_along_axis(jump, jump, axis=-1)
-    starts = starts[..., :tiles]
-    ends = (jnp.arange(tiles, dtype=jnp.int32) + 1) * size
-    counts = (starts[..., None, :] < ends[:, None]).sum(axis=-1, dtype=jnp.int32)
-    return BlockLists((starts + size)[:, :, None], counts)
+    begins = jnp.arange(tiles, dtype=jnp.int32)[:, None] * size - starts[..., None, :tiles]  # [B, G, tile, block]
+    return Listed(begins, (begins > -size).sum(axis=-1, dtype=jnp.int32))
 
 
 def best_blocks(

@@ -23,8 +23,7 @@ from tca_jax.lab.rivals.compression import rival
 from tca_jax.lab.rivals.scores import covering
 from tca_jax.lab.rivals.tables import check_query_heads, numbers_by_head, of_layer
 from tca_jax.methods.base import Heads, Layer
-from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed
-from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
+from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, lists_of_mask
 from tca_jax.pallas_kernels.numerics import cdiv, scaled_scores
 
 _AT_ONCE = 16  # tiles whose scores are in memory together
@@ -65,9 +64,7 @@ class XAttentionPrefill(BlockSparsePrefill):
         if isinstance(self.threshold, tuple):
             check_query_heads("threshold", self.threshold, num_layers, num_kv_heads)
 
-    def estimate(
-        self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array
-    ) -> tuple[Listed, ...]:
+    def estimate(self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> Listed:
         sums = antidiagonal_mass(q, k, lengths, stride=self.stride, block_size=self.block_size)
         threshold, group = self.threshold, q.shape[2]
         if isinstance(threshold, tuple):
@@ -75,7 +72,7 @@ class XAttentionPrefill(BlockSparsePrefill):
             threshold = jnp.asarray(heads.of(shares.reshape(-1, group)))[head][:, None]
         chunk = first_chunk(lengths) if self.chunk is None else jnp.full_like(lengths, self.chunk)
         in_chunk = (jnp.arange(sums.shape[-1]) * self.block_size < chunk[:, None])[:, None]  # [B, 1, tiles]
-        return (Listed(lists_of_mask(chosen_blocks(sums, threshold, in_chunk), self.block_size)),)
+        return lists_of_mask(chosen_blocks(sums, threshold, in_chunk), self.block_size)
 
 
 xattention = rival("xattention", XAttentionPrefill)

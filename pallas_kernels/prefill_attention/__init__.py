@@ -17,7 +17,9 @@ from tca_jax.pallas_kernels.numerics import cdiv
 class FarBlocks(NamedTuple):
     """Blocks and means that a query block attends to left of its window (DESIGN 2.5). N = ceil(L / b)."""
 
-    blocks: Int[Array, "B Hkv N C"]  # key blocks, all left of the window; the first `counts` count
+    # First tokens of key blocks, which end left of the window; the first `counts` count. Backend "mosaic" takes those
+    # that begin on multiples of 128.
+    blocks: Int[Array, "B Hkv N C"]
     counts: Int[Array, "B Hkv N"]
     selected: Bool[Array, "B Hkv L"]  # the pool's tokens: a listed block leaves them out
     mean_k: Float[Array, "B N Hkv d"]  # of the tokens of each key block that are not selected
@@ -64,14 +66,16 @@ def prefill_attention(
         lengths: Prompt lengths [B], or one for each KV head [B, Hkv]; may be traced. A head of length 0 costs nothing
             and gives zeros.
         block_size: Tokens in a block, b.
-        window: Least number of local tokens, w; a multiple of b.
+        window: Least number of local tokens, w; a multiple of b, or 0.
         far: Blocks and means left of the window; None for none. All numbers are data: nothing is done where one is 0.
         backend: See `backends.Backend`.
 
     Returns:
         [B, L, Hq, d] in the type of `q`; rows past a length are zero.
     """
-    check_blocks(block_size, window=window)
+    check_blocks(block_size)
+    fits = window >= 0 and window % block_size == 0
+    require(fits, f"window = {window}: must be 0 or a multiple of block_size = {block_size}")
     sizes = check_shapes(
         {
             "q": (q, "B L Hq d"),

@@ -168,8 +168,8 @@ def _move(refs: Any, scoped: Any, work: _Work, *, block_size: int) -> None:
         begin, parts = work.steps - work.biased_steps, block_size // TILE
 
         def listed(i: Any) -> Any:
-            block = blocks_ref[work.row, work.kv_head, work.block, lax.div(i, jnp.int32(parts))]
-            return block * parts + lax.rem(i, jnp.int32(parts))
+            first = blocks_ref[work.row, work.kv_head, work.block, lax.div(i, jnp.int32(parts))]
+            return lax.div(first, jnp.int32(TILE)) + lax.rem(i, jnp.int32(parts))
 
         def fetch_listed(i: Any, tile: Any) -> Any:
             following = listed(jnp.minimum(i + 1, work.listed_tiles - 1))  # read before this tile waits for its slot
@@ -190,7 +190,7 @@ def _move(refs: Any, scoped: Any, work: _Work, *, block_size: int) -> None:
 
 def _compute(refs: Any, scoped: Any, work: _Work, warpgroup: Any) -> None:
     mask = functools.partial(_mask, work, warpgroup)
-    attend(refs, scoped, work, warpgroup, first=work.tile * TILE, lowest=-jnp.inf, mask=mask)
+    attend(refs, scoped, work, warpgroup, first=work.tile * TILE, mask=mask)
 
 
 def _mask(work: _Work, warpgroup: Any, _: Any, step: Any, scores: Any) -> Any:

@@ -151,7 +151,7 @@ def _attend(
         place = (row, kv_head, block)
 
         def listed(i: Array, state: Any) -> Any:
-            start = far.blocks[(*place, i)] * block_size
+            start = far.blocks[(*place, i)]
 
             def unselected(start: Array) -> tuple[Array, Array]:
                 taken = far.selected[row, kv_head, pl.ds(start, config.keys)]

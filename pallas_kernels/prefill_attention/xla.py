@@ -92,7 +92,7 @@ def _attend_far(
     free = ~far.selected[row, head]
 
     def listed(i: Array, state: OnlineSoftmax) -> OnlineSoftmax:
-        first = far.blocks[(*place, i)] * block_size  # left of a window, so the block is whole
+        first = far.blocks[(*place, i)]  # left of a window, so the block is whole
         k, v, seen = (jax.lax.dynamic_slice_in_dim(x, first, block_size) for x in (*keys, free))
         scores = scaled_scores("rd,kd->rk", rows, k)
         return state.attend(scores, jnp.broadcast_to(seen, scores.shape), v)

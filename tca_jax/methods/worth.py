@@ -147,7 +147,7 @@ def attend_by_worth(
     bias = jnp.where(before & ~read, entropy[:, :, None], -jnp.inf)
     mean_counts = jnp.where(settings.means, before.sum(axis=-1), 0)
     far = FarBlocks(
-        listed,
+        listed * block_size,
         counts,
         selected,
         mean_k.astype(k.dtype),
@@ -206,7 +206,7 @@ def _pairs(
     prefix = jnp.pad(jnp.cumsum(taken, axis=-1), ((0, 0), (0, 0), (1, 0)))[..., edges // block_size]
     counted = jnp.arange(far.blocks.shape[-1]) < far.counts[..., None]
     unselected = jnp.take_along_axis(
-        jnp.broadcast_to((block_size - taken)[:, :, None], far.mean_bias.shape), far.blocks, axis=-1
+        jnp.broadcast_to((block_size - taken)[:, :, None], far.mean_bias.shape), far.blocks // block_size, axis=-1
     )
     of_blocks = jnp.where(counted, unselected, 0).sum(axis=-1)
     over = jnp.arange(blocks) < far.mean_counts[..., None]

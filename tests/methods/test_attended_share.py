@@ -1,19 +1,15 @@
 """Pairs of a query and a key that methods say are attended to, against those that attention weighs; and statistics."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from block_lists import attended, random_blocks, random_columns
 from cases import poison, qkv
 from tiny import TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax import methods
 from tca_jax.methods.base import Heads
-from tca_jax.methods.block_sparse import Listed, listed_pairs
 from tca_jax.methods.regions import causal_pairs, selected_pairs, sum_of_counts
 
 LENGTHS, DIM, KV_HEADS = (210, 61), 32, 2
@@ -65,29 +61,6 @@ def test_pairs_are_those_that_attention_weighs(name, options, everything):
     causal = np.array([n * (n + 1) / 2 for n in LENGTHS])
     assert (expected == causal).all() == everything
     assert expected[0] > 0.05 * causal[0]
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("size", [2, 4, 16])
-def test_pairs_of_lists_equal_their_definition(shared, size, monkeypatch):
-    rng, lengths, heads = np.random.default_rng(size), (75, 64, 1, 18), 3
-    n = jnp.asarray(lengths, jnp.int32)
-    count = jax.jit(functools.partial(listed_pairs, block_size=size))
-    few = jax.jit(lambda *x: listed_pairs(*x, size))  # traced under the patch: a few tiles at a time
-    for share in (0.2, 0.6, 1.0):
-        blocks = random_blocks(rng, lengths, 75, heads, block=size, tile=size, shared=shared, share=share)
-        columns = random_columns(rng, len(lengths), 75, heads, 13) if shared else None
-        listed = Listed(blocks, columns)
-        expected = [
-            [attended(*listed, row, head, length, block=size, tile=size).sum() for head in range(heads)]
-            for row, length in enumerate(lengths)
-        ]
-        np.testing.assert_array_equal(count(listed, n), expected)
-        np.testing.assert_array_equal(count((listed, listed), n), 2 * np.array(expected))
-        if shared:
-            with monkeypatch.context() as patch:
-                patch.setattr("tca_jax.methods.block_sparse._MOST_COUNTED", 200)
-                np.testing.assert_array_equal(few(listed, n), expected)
 
 
 def test_pairs_of_a_million_tokens_are_exact():

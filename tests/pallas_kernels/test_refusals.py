@@ -13,7 +13,6 @@ from operations import call
 from tca_jax.pallas_kernels.checks import as_int32, check_blocks, check_heads, check_range
 
 SMALL = {"L": 20, "Hq": 2, "Hkv": 1, "d": 16, "block_size": 16, "window": 32, "stride": 8}
-LISTED = {"L": 512, "Hq": 4}
 PAGED = {"B": 4, "b": 16, "T": 6, "kept_columns": 3, "P": 40, "window": 32}
 #: Of an operation: sizes, shapes and options of a call, and what the message says.
 REFUSED = {
@@ -35,7 +34,7 @@ REFUSED = {
     ],
     "select_tokens": [({"nb": 3}, r"budgets has 3 blocks: must be L // block_size = 20 // 16 = 1")],
     "prefill_attention": [
-        *(({"window": n}, f"window = {n}: must be a positive multiple of block_size = 16") for n in (0, 24)),
+        *(({"window": n}, f"window = {n}: must be 0 or a multiple of block_size = 16") for n in (-16, 24)),
         ({"shapes": {"pool.v": (9, 16)}}, r"pool\.v has shape \(9, 16\): must be \[P = 4096, d = 16"),
     ],
     "paged_attention": [
@@ -43,15 +42,6 @@ REFUSED = {
         ({**PAGED, "m": 17}, "q has 17 queries per row: must be at most the page size, 16"),
         ({**PAGED, "R": 3}, r"caches\[0\] has 3 rows: must divide the 4 rows of queries"),
         ({**PAGED, "shapes": {"caches.v": (9, 16, 16)}}, r"caches\[0\].v has shape .*: must be \[P ="),
-    ],
-    "block_sparse_attention": [
-        ({**LISTED, "tile_size": 24}, "tile_size = 24: must be a positive multiple"),
-        ({**LISTED, "tile_size": 32, "N": 32}, r"has 32 tiles: must be ceil\(L / tile_size\) = 16"),
-        ({**LISTED, "shapes": {"blocks.distances": (1, 4, 3, 4)}}, "has 3 tiles: must be 32 tiles, or 1"),
-        ({**LISTED, "C": 0}, "must have room for one block and one"),
-        ({**LISTED, "shapes": {"blocks.counts": (1, 2, 32)}}, r"must be \[B = 1, Hq = 4, N\]"),
-        ({**LISTED, "columns": True, "shapes": {"blocks.distances": (1, 4, 32, 4)}}, "must be 1 tile beside columns"),
-        ({**LISTED, "columns": True, "V": 0}, "one column at least"),
     ],
 }
 NARROW = ({"d": 80}, "head dimension 80: must be a power of two from 16 to 256")
@@ -67,7 +57,6 @@ DECLINED = {
         ),
         ({"stride": 1}, "128 queries of a tile times 4 heads: at most 256"),
     ],
-    ("block_sparse_attention", "triton"): [NARROW, SHORT],
     ("observation_scores", "triton"): [NARROW],
     ("prefill_attention", "triton"): [NARROW, SHORT],
     ("token_scores", "triton"): [NARROW, ({"block_size": 6}, "block_size = 6: must be a power of two")],
@@ -79,11 +68,6 @@ DECLINED = {
     ("prefill_attention", "mosaic"): [
         ({"dtype": jnp.float32}, f"{MOSAIC}float32, d = 128 and block_size = 128"),
         ({"d": 256, "far": True}, f"{MOSAIC}bfloat16, d = 256"),
-    ],
-    ("block_sparse_attention", "mosaic"): [
-        ({"dtype": jnp.float32, "aligned": True}, MOSAIC),
-        ({}, "takes aligned blocks, and no columns"),
-        ({"aligned": True, "columns": True}, "takes aligned blocks, and no columns"),
     ],
 }
 

@@ -9,7 +9,7 @@ import pytest
 from cuda_lowering import abstract_mesh, kernels
 from implementations import INTERPRET, implementation, runs
 from jax.sharding import PartitionSpec
-from operations import COLUMNS, FAR, OPERATIONS, packed
+from operations import FAR, OPERATIONS, packed
 
 from tca_jax.pallas_kernels.backends import OPERATIONS as BACKENDS
 
@@ -37,17 +37,13 @@ class Case:
         block, d = (128, 64) if self.is_native else (16, 16)
         capacity = 3 * block
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
-        options |= {"spread": 3, "reserve": 5, "m": 5, "tile_size": block, "stride": 4, "b": block, "T": 6}
-        options |= {"one": 1, "C": 3, "V": 20, "aligned": self.backend == "mosaic"}
+        options |= {"spread": 3, "reserve": 5, "m": 5, "stride": 4, "b": block, "T": 6}
         dims = {"B": 2, "R": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "N": 3, "P": 4 * capacity, "o": 20}
         return options | dims
 
     @property
     def operands(self):
-        operands = {name: dims for name, dims in OPERATIONS[self.operation][0].items() if name not in FAR}
-        if self.backend == "mosaic":  # takes no columns
-            return {name: dims for name, dims in operands.items() if name not in COLUMNS}
-        return operands | ({"blocks.distances": "B Hq one C"} if COLUMNS.items() <= operands.items() else {})
+        return {name: dims for name, dims in OPERATIONS[self.operation][0].items() if name not in FAR}
 
     @property
     def results(self):
@@ -66,19 +62,12 @@ class Case:
     def draw(self, seed):
         """Random operands; every region of the pool has room for whole blocks."""
         rng, sizes = np.random.default_rng(seed), self.sizes
-        batch, heads, block, capacity = sizes["B"], (sizes["B"], sizes["Hq"]), sizes["block_size"], sizes["capacity"]
+        batch, block, capacity = sizes["B"], sizes["block_size"], sizes["capacity"]
         table = (batch, sizes["Hkv"])
         regions = batch * sizes["Hkv"]
         offsets = rng.permutation(regions).reshape(table) * capacity
         first = rng.integers(0, 6, batch) * block + rng.integers(0, block - 4, batch)
-        begins = rng.integers(1, 2 * block, (*heads, 3 if self.backend == "mosaic" else 1, 3)).clip(block)
-        begins = np.cumsum(begins // block * block if sizes["aligned"] else begins, axis=-1)
-        tokens = np.sort(rng.permuted(np.tile(np.arange(sizes["L"]), (*heads, 1)), axis=-1)[..., :20])
         integers = {
-            "blocks.distances": begins,
-            "blocks.counts": (begins < (np.arange(3) + 2)[:, None] * block).sum(axis=-1),
-            "columns.tokens": tokens,
-            "columns.counts": rng.integers(0, 21, heads),
             "lengths": rng.integers(1, sizes["L"] + 1, batch),
             "ranked_tokens": rng.integers(0, sizes["L"] + 1, batch),
             "budgets": rng.integers(0, block + 1, (*table, sizes["nb"])),

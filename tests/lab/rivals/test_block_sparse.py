@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from block_lists import attended
 from cases import poison, qkv
 from sparse_prefill import ORACLES
 
@@ -79,25 +78,20 @@ def expected_mask(name, options, q, k, head):
 def test_methods_attend_to_the_oracles_pairs(case):
     name, options = CASES[case]
     policy, heads = methods.get(name, **options).prefill, Heads.all(KV_HEADS)
-    run = jax.jit(
-        lambda q, k, v: (policy.listed(0, heads, q, k, N), policy.attend(0, heads, q, k, v, N, None, "auto").out)
-    )
+    run = jax.jit(lambda q, k, v: policy.attend(0, heads, q, k, v, N, None, "auto"))
     for q, k, v in (random_inputs(3), structured_inputs(3)):
-        listed, out = run(*(jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v)))
-        shares = []
+        out, pairs = run(*(jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v)))
+        counted, shares = [], []
         for (row, n), head in itertools.product(enumerate(LENGTHS), range(HEADS)):
             keys, values = (x[row, :n, head // (HEADS // KV_HEADS)] for x in (k, v))
             wanted = expected_mask(name, options, q[row, :n, head], keys, head)
-            masks = [attended(*one, row, head, n, block=policy.block_size, tile=policy.block_size) for one in listed]
-            np.testing.assert_array_equal(np.any(masks, axis=0), wanted, err_msg=f"{row}, {head}")
-            assert np.sum(masks, axis=0).max() == 1
+            counted.append(wanted.sum())
             shares.append(wanted.sum() / (n * (n + 1) / 2))
             logits = q[row, :n, head].astype(np.float64) @ keys.T.astype(np.float64) / np.sqrt(q.shape[-1])
-            some = wanted.any(axis=-1)
-            attention = np.zeros(values.shape)
-            attention[some] = oracle.softmax(np.where(wanted, logits, -np.inf)[some]) @ values
-            np.testing.assert_allclose(out[row, :n, head], attention, atol=3e-5)
+            attention = oracle.softmax(np.where(wanted, logits, -np.inf)) @ values
+            np.testing.assert_allclose(out[row, :n, head], attention, atol=3e-5, err_msg=f"{row}, {head}")
             assert not np.any(out[row, n:])
+        np.testing.assert_allclose(pairs, np.reshape(counted, (-1, HEADS)).mean(axis=1), rtol=1e-6)
         assert min(shares) < 0.8  # something is left out
         if policy.dense_tokens >= LENGTHS[1]:
             assert shares[HEADS : 2 * HEADS] == [1.0] * HEADS
@@ -113,11 +107,10 @@ def test_one_head_after_another_is_the_same(name, monkeypatch):
         return jax.jit(lambda *x: policy.attend(0, Heads.all(KV_HEADS), *x, N, None, "auto"))(q, k, v)
 
     together = attend()
-    for limit in ("_MOST_SAMPLED", "_MOST_BYTES"):
-        monkeypatch.setattr(f"tca_jax.methods.block_sparse.{limit}", 0)
-        found = attend()
-        np.testing.assert_allclose(found.out, together.out, atol=1e-6)
-        np.testing.assert_allclose(found.pairs, together.pairs, rtol=1e-6)
+    monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_ENTRIES", 0)
+    found = attend()
+    np.testing.assert_allclose(found.out, together.out, atol=1e-6)
+    np.testing.assert_allclose(found.pairs, together.pairs, rtol=1e-6)
 
 
 def test_highest_and_covering_values_are_a_sorts():
