@@ -90,19 +90,13 @@ def read_by(lm: LM, full: FullRead) -> MaskedRead:
     if not isinstance(method.prefill, FullPrefill):
         layers = list(_layers(lm, TextPass(lm, full.ids)))
     held = [_with_means(lm, *each, len(full.ids)) for each in zip(layers, _masks(lm, full, layers), strict=True)]
-    return MaskedRead(full.ids, [keys for keys, _ in held], [bias for _, bias in held], _mean_share(layers))
+    attended = np.mean([on_host(layer.attended_share)[0] for layer in layers])
+    return MaskedRead(full.ids, [keys for keys, _ in held], [bias for _, bias in held], float(attended))
 
 
 def masks_of(lm: LM, ids: Sequence[int]) -> list[Bool[Array, "1 Hkv L"]]:
     """The tokens of a document that the model's method keeps in each layer."""
     return _masks(lm, FullRead(list(ids), []), _layers(lm, TextPass(lm, ids)))
-
-
-def read_losses(lm: LM, ids: Sequence[int]) -> tuple[Float32[np.ndarray, " L"], float]:
-    """Loss of the token after each one of a text under the model's method, and the attended share."""
-    passed = TextPass(lm, ids)
-    share = _mean_share(_layers(lm, passed))
-    return passed.losses()[: len(ids) - 1], share
 
 
 def _layers(lm: LM, passed: TextPass) -> Iterator[LayerRead]:
@@ -114,10 +108,6 @@ def _layers(lm: LM, passed: TextPass) -> Iterator[LayerRead]:
         of_layer=lambda number: {"layer": 0 if shared else number},
         method=lm.method,
     )
-
-
-def _mean_share(layers: Iterable[LayerRead]) -> float:
-    return float(np.mean([float(on_host(layer.attended_share)[0]) for layer in layers]))
 
 
 def _masks(lm: LM, full: FullRead, layers: Iterable[LayerRead]) -> list[Array]:

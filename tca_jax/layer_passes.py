@@ -17,9 +17,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, on_host
+from tca_jax.engine.mesh import SAME
 from tca_jax.engine.prompts import pad_tokens
-from tca_jax.engine.score import logprobs_of_hidden
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL
@@ -141,10 +140,6 @@ class LayerPass:
             yield measured
             self._step()
 
-    def losses(self) -> Float32[np.ndarray, " P"]:
-        """Loss in nats of the token after each one, once all layers have run."""
-        return on_host(self.finish(_losses))[0]
-
     def finish(self, program: LayerProgram) -> Any:
         """Runs `program(decoder, x, targets)`, a `layer_program`, on the last layer's residual stream."""
         return self._of_decoder(program, self._x, self.targets)
@@ -201,12 +196,6 @@ def _embed(
 ) -> tuple[Float[Array, "B L D"], Float[Array, "B L half"], Float[Array, "B L half"]]:
     """The first layer's inputs: the residual stream, and the angles of RoPE."""
     return decoder.embed(tokens), *decoder.angles(positions)
-
-
-@layer_program
-def _losses(decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]) -> Float32[Array, "1 P"]:
-    """Loss in nats of the token after each position, from the last layer's residual stream."""
-    return -logprobs_of_hidden(decoder, decoder.norm(x), targets)
 
 
 @functools.partial(layer_program, static=("measure",), derives=True)

@@ -9,8 +9,8 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
 
 # A CPU counts as eight devices, for what runs over a mesh of them; all else runs on the first.
 # Nearly all of the tests' time on a CPU is XLA compiling programs that run once, so it optimizes little there, and the
@@ -38,7 +38,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Must run before anything imports the package: every jaxtyping annotation is then checked by beartype.
-_hook = install_import_hook("tca_jax", "typecheck.check")
+_hook = jaxtyping.install_import_hook("tca_jax", "typecheck.check")
 _hook.__enter__()
 
 #: Files that take a minute or more. They start first: a long file that starts last leaves the other processes idle.
@@ -130,6 +130,35 @@ def no_programs_of_other_modules():
         return
     forget_programs()
     jax.clear_caches()
+
+
+@pytest.fixture
+def no_type_checks():
+    """The library as users run it: on wrong input the type checks of the tests would come first."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with a model, a text and a profile."""
+    from tiny import TCA, write_checkpoint
+
+    from tca_jax.calibration.profile import Profile
+
+    folder = tmp_path_factory.mktemp("work")
+    write_checkpoint(folder / "model")
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 6)
+    Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
+    return folder
+
+
+@pytest.fixture
+def in_work(work, monkeypatch):
+    """The working folder is `work`, of which a module may have its own."""
+    monkeypatch.chdir(work)
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, Mesh
+from random_decoders import random_decoder
 from tiny import CONFIG, TCA
 
 import tca_jax
 from tca_jax.engine.mesh import balanced_orders
-from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import axis_size, permute_heads
 
@@ -41,18 +40,15 @@ def lm_of(
     rows: tuple[tuple[int, ...], ...] | None = None,
     **changes,
 ) -> tca_jax.LM:
-    """A random model without zeros: biases are drawn too. On a mesh, caches of TCA with such budgets balance."""
+    """A random model without zeros. On a mesh, caches of TCA with such budgets balance."""
     sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * group, "hidden_size": 64, "intermediate_size": 96}
     config = dataclasses.replace(CONFIG, **{**sizes, **changes})
-    graphdef, weights = nnx.split(Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
-    keys = iter(jax.random.split(jax.random.key(1), 100))
 
-    def drawn(x: jax.Array) -> jax.Array:
-        scale = 1 / np.sqrt(x.shape[0]) if x.ndim >= 2 else 0.1
-        noise = scale * jax.random.normal(next(keys), x.shape, x.dtype)
-        return noise if x.ndim >= 2 else x + noise
+    def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        noise = rng.standard_normal(shape)
+        return noise / np.sqrt(shape[0]) if len(shape) >= 2 else 1 + 0.1 * noise
 
-    decoder = nnx.merge(graphdef, jax.tree.map(drawn, weights))
+    decoder = random_decoder(config, draw, dtype)
     lm = tca_jax.LM.from_decoder(decoder, mesh=mesh, name=name)
     if mesh is None:
         return lm

@@ -1,8 +1,8 @@
-"""Changes lines of the core, one at a time, and runs the tests nearest to each: how many changes do they catch?
+"""Changes the core, a place at a time, and runs the tests nearest to each change: how many changes do they catch?
 
     python tests/mutation.py --count 30 --jobs 2   # half an hour on two cores; a change that survives is printed
 
-A change turns an operator, a bound or a number of one line into its neighbour (`<` into `<=`, `+` into `-`, 1 into 2).
+A change turns an operator, a bound or a number into its neighbour (`<` into `<=`, `+` into `-`, 1 into 2).
 Of each change the tests of its own folder run first, those that name its module before others, until one fails.
 """
 
@@ -21,6 +21,7 @@ import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Folders of the core, and the folders of tests that are nearest to each.
@@ -35,57 +36,39 @@ CORE = {
 OF_ALL = ("test_functional.py", "test_refusals.py")
 #: What only a GPU or several devices run.
 LEFT_OUT = re.compile(r"mosaic|cudnn|mesh|shard|parallel|triton_call")
-#: Lines that say how a kernel is run, and nothing of what it computes.
-TUNING = re.compile(r"\b(stages|warps)=")
+TUNING = ("stages", "warps")  # arguments that change how a kernel runs, and nothing of what it computes
 SOURCES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-OPERATORS = {
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.Add: ("+", "-"),
-    ast.Sub: ("-", "+"),
-    ast.Mult: ("*", "+"),
-    ast.FloorDiv: ("//", "*"),
-    ast.And: ("and", "or"),
-    ast.Or: ("or", "and"),
-}
+_PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Add, ast.Sub), (ast.And, ast.Or))
+NEIGHBOURS = {**dict(_PAIRS), **{b: a for a, b in _PAIRS}, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult}
 
 
-def changes(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbers and new texts of lines of a file, one for each operator and small number that computes something."""
-    text = path.read_text()
-    lines = text.splitlines()
-    for function in ast.walk(ast.parse(text)):
-        if not isinstance(function, ast.FunctionDef):
+def changes(tree: ast.AST) -> list[tuple[ast.AST, str, Any]]:
+    """Nodes in the bodies of functions, each with a field and the neighbour of its value."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return [change for function in functions for change in _changes(ast.Module(function.body, []))]
+
+
+def _changes(parent: ast.AST) -> Iterator[tuple[ast.AST, str, Any]]:
+    for node in ast.iter_child_nodes(parent):
+        tunes = isinstance(node, ast.keyword) and node.arg in TUNING
+        if tunes or isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.FunctionDef):
             continue
-        for statement in function.body:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.FunctionDef):
-                    continue
-                line = lines[getattr(node, "lineno", 1) - 1]
-                if "raise " in line or 'f"' in line or getattr(node, "end_lineno", 0) != getattr(node, "lineno", -1):
-                    continue
-                yield from ((node.lineno, new) for new in _changed(node, line))
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in NEIGHBOURS:
+            yield node, "ops", [NEIGHBOURS[type(node.ops[0])](), *node.ops[1:]]
+        elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in NEIGHBOURS:
+            yield node, "op", NEIGHBOURS[type(node.op)]()
+        elif isinstance(node, ast.Constant) and type(node.value) is int and node.value in (0, 1, 2):
+            yield node, "value", node.value + 1
+        yield from _changes(node)
 
 
-def _changed(node: ast.AST, line: str) -> Iterator[str]:
-    if isinstance(node, ast.Compare | ast.BinOp | ast.BoolOp):
-        operator = node.ops[0] if isinstance(node, ast.Compare) else node.op
-        left = node.left if isinstance(node, ast.Compare | ast.BinOp) else node.values[0]
-        if type(operator) in OPERATORS and not _is_text(left):
-            old, new = OPERATORS[type(operator)]
-            place = line.find(f" {old} ", left.end_col_offset)
-            if place >= 0:
-                yield f"{line[:place]} {new} {line[place + len(old) + 2 :]}"
-    elif isinstance(node, ast.Constant) and type(node.value) is int and node.value in (0, 1, 2):
-        yield f"{line[: node.col_offset]}{node.value + 1}{line[node.end_col_offset :]}"
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+def changed(path: Path, number: int) -> tuple[str, str]:
+    """The text of a file after one of its changes, and the change."""
+    tree = ast.parse((ROOT / path).read_text())
+    node, field, value = changes(tree)[number]
+    before = ast.unparse(node)
+    setattr(node, field, value)
+    return ast.unparse(tree), f"{path}:{node.lineno}: {before} -> {ast.unparse(node)}"
 
 
 def nearest_tests(path: Path) -> list[Path]:
@@ -108,17 +91,15 @@ def installed(folder: Path) -> None:
         shutil.copytree(ROOT / source, folder / name.replace(".", "/"), ignore=without, dirs_exist_ok=True)
 
 
-def catcher(path: Path, number: int, new: str, shared: Path, minutes: float) -> str | None:
-    """The first test that fails with a line of the core changed; what is compiled is kept in `shared`."""
+def catcher(path: Path, text: str, shared: Path, minutes: float) -> str | None:
+    """The first test that fails with this text of a file of the core; what is compiled is kept in `shared`."""
     name, source = next((name, source) for name, source in SOURCES.items() if path.is_relative_to(source))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command += ["-m", "not integration and not slow", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     command += map(str, nearest_tests(path))
     with tempfile.TemporaryDirectory() as folder:
         installed(Path(folder))
-        target = Path(folder, name.replace(".", "/"), path.relative_to(source))
-        lines = target.read_text().split("\n")
-        target.write_text("\n".join([*lines[: number - 1], new, *lines[number:]]))
+        Path(folder, name.replace(".", "/"), path.relative_to(source)).write_text(text)
         paths = {"PYTHONPATH": f"{folder}:{ROOT / 'tests'}", "JAX_COMPILATION_CACHE_DIR": str(shared)}
         given = {"env": {**os.environ, **paths}, "cwd": folder, "timeout": 60 * minutes}
         try:
@@ -133,21 +114,21 @@ def catcher(path: Path, number: int, new: str, shared: Path, minutes: float) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--count", type=int, default=30, help="lines to change")
+    parser.add_argument("--count", type=int, default=30, help="changes to make")
     parser.add_argument("--seed", type=int, default=0, help="draws them")
     parser.add_argument("--jobs", type=int, default=1, help="changes tested at a time")
     parser.add_argument("--minutes", type=float, default=10, help="most that the tests of one change may take")
     arguments = parser.parse_args()
     files = [path.relative_to(ROOT) for folder in CORE for path in sorted((ROOT / folder).rglob("*.py"))]
     files = [path for path in files if not LEFT_OUT.search(str(path))]
-    every = [(path, number, new) for path in files for number, new in changes(ROOT / path) if not TUNING.search(new)]
+    every = [(path, i) for path in files for i in range(len(changes(ast.parse((ROOT / path).read_text()))))]
     chosen = random.Random(arguments.seed).sample(every, arguments.count)
     with tempfile.TemporaryDirectory() as compiled, ThreadPoolExecutor(arguments.jobs) as pool:
 
-        def is_caught(change: tuple[Path, int, str]) -> bool:
-            path, number, new = change
-            test = catcher(*change, Path(compiled), arguments.minutes)
-            print(f"{path}:{number}: {new.strip()}\n    {f'caught by {test}' if test else 'SURVIVED'}", flush=True)
+        def is_caught(place: tuple[Path, int]) -> bool:
+            text, change = changed(*place)
+            test = catcher(place[0], text, Path(compiled), arguments.minutes)
+            print(f"{change}\n    {f'caught by {test}' if test else 'SURVIVED'}", flush=True)
             return test is not None
 
         caught = sum(pool.map(is_caught, chosen))

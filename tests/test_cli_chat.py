@@ -16,6 +16,7 @@ import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.cli.chat import chat
 
+pytestmark = pytest.mark.usefixtures("in_work")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
@@ -49,11 +50,6 @@ def work(tmp_path_factory):
     make_worth_profile().save(folder / "worth")
     (folder / "book.txt").write_text(TEXT)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def in_work(work, monkeypatch):
-    monkeypatch.chdir(work)
 
 
 @pytest.fixture(scope="module")

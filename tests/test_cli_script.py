@@ -8,26 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import TCA, write_checkpoint
 
-from tca_jax.calibration.profile import Profile
 from tca_jax.cli import writes_compilation_cache
 
+pytestmark = pytest.mark.usefixtures("in_work")
 SCRIPT = Path(sys.executable).with_name("tca-jax")
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """A folder with a model and a profile."""
-    folder = tmp_path_factory.mktemp("work")
-    write_checkpoint(folder / "model")
-    Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def in_work(work, monkeypatch):
-    monkeypatch.chdir(work)
 
 
 def started(*command, **options):

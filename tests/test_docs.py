@@ -3,11 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import inspect
 import io
 import json
+import pkgutil
 import re
 import shlex
 import shutil
@@ -252,27 +251,15 @@ def test_what_a_page_names_exists(page, monkeypatch):
         assert (ROOT / name).exists(), name
 
 
-def documented() -> list:
-    """Objects that the API pages describe."""
+def test_every_public_name_is_in_api_pages():
     names = re.findall(r"^::: ([\w.]+)$", "\n".join(page.read_text() for page in SITE), re.MULTILINE)
     assert len(names) == len(set(names))
-    return [resolve(name) for name in names]
-
-
-def resolve(name: str):
-    with contextlib.suppress(ModuleNotFoundError):
-        return importlib.import_module(name)
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def test_every_public_name_is_in_api_pages():
-    objects = documented()
+    objects = [pkgutil.resolve_name(name) for name in names]
     there = {id(found) for found in objects}
     modules = {found.__name__ for found in objects if inspect.ismodule(found)}
     public = [(tca_jax, name) for name in tca_jax.__all__ if name not in ("methods", "BASELINE")]
     public += [(methods, name) for name in methods.__all__ if name != "BASELINE"]
-    public += [(module, name) for module in (plots,) for name in vars(module) if name.startswith("plot_")]
+    public += [(plots, name) for name in vars(plots) if name.startswith("plot_")]
     public += [(recall, name) for name in recall.__all__ if name.lower() == name or name in ("Document", "Question")]
     for module, name in public:
         value = getattr(module, name)

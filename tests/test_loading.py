@@ -16,7 +16,6 @@ from tiny import CONFIG, TCA, random_prompt, tiny_lm, write_checkpoint
 import tca_jax
 from tca_jax import methods
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine.prompts import encode_prompts
 from tca_jax.loading import open_checkpoint
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.decoder import Decoder
@@ -67,23 +66,11 @@ def test_a_profile_is_applied_and_taken_off(folder, lm, tmp_path):
     other = tca_jax.calibrate(tiny_lm(seed=5), [random_prompt(1, 200)], TCA)
     with pytest.raises(ValueError, match="profile"):
         tca_jax.load(folder, profile=other)
+    with pytest.raises(FileNotFoundError, match=r"profile = 'shipped': .* holds no profile folder"):
+        tca_jax.load(folder, profile="shipped")
     prompt = random_prompt(2, 150)
     full = tca_jax.generate(lm, prompt, max_new_tokens=5)
     assert tca_jax.generate(with_tca.with_profile(None), prompt, max_new_tokens=5).tokens == full.tokens
-
-
-def test_weights_are_read_last(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("tca_jax.loading.load_checkpoint", lambda *args: pytest.fail("the weights were read"))
-    checkpoint = open_checkpoint(folder)
-    assert (checkpoint.name, checkpoint.config.vocab_size) == (folder.name, 97)
-    assert encode_prompts(checkpoint, "hello") == [[72, 69, 76, 76, 79]]
-    for profile, message in (
-        (Profile.uniform(TCA, 3, 2, 0), "3 layers"),
-        (tmp_path / "nosuch", "profile directory .*nosuch does not exist"),
-        ("shipped", "profile = 'shipped': .* holds no profile folder"),
-    ):
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            checkpoint.load(profile)
 
 
 def test_an_unreachable_hub_names_the_model(monkeypatch, tmp_path):
@@ -113,14 +100,6 @@ def test_an_alias_downloads_its_repository_once(folder, monkeypatch):
     others = ("llama3.2-1b-instruct", "qwen3-8b-base", "smollm2-135m")
     wanted = ["meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-8B-Base", "HuggingFaceTB/SmolLM2-135M"]
     assert [ALIASES[each] for each in others] == wanted
-
-
-def test_heads_need_not_divide_the_hidden_size(tmp_path):
-    config = dataclasses.replace(CONFIG, hidden_size=56, num_heads=6, num_kv_heads=2, head_dim=16)
-    decoder = Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    save_decoder(write_checkpoint(tmp_path), decoder, jnp.float32)
-    lm = tca_jax.load(tmp_path)
-    assert tca_jax.generate(lm, "hello", max_new_tokens=2).stats.new_tokens == [2]
 
 
 def test_an_adapter_is_not_ignored_silently(folder, tmp_path):

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import config as jaxtyping_config
 from tiny import random_prompt, tiny_lm, with_candidates, write_checkpoint
 from transformers import AutoTokenizer
 
@@ -26,16 +25,7 @@ from tca_jax.loading import open_checkpoint
 from tca_jax.methods.registry import describe_method, with_known
 from tca_jax.methods.written import joined, parse_parts
 
-
-@pytest.fixture(autouse=True, scope="module")
-def no_type_checks():
-    """As users have the functions: the tests' own type checks would come first."""
-    before = jaxtyping_config.jaxtyping_disable
-    jaxtyping_config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping_config.update("jaxtyping_disable", before)
-
-
+pytestmark = pytest.mark.usefixtures("no_type_checks")
 CONFIG = TCAConfig(block_size=8, window=16, num_candidates=4)
 Q, K = np.zeros((1, 32, 2, 8), np.float32), np.zeros((1, 32, 1, 8), np.float32)
 ROWS, LENGTHS = np.array([0]), np.array([32])

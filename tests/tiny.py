@@ -200,10 +200,7 @@ def _logits_by_masks(graphdef, params, tokens, masks):
     group, decoder = CONFIG.num_heads // CONFIG.num_kv_heads, nnx.merge(graphdef, params)
 
     def attention(layer, q, k, v, state):
-        mask = jnp.repeat(masks[layer], group, axis=0)
-        scores = jnp.einsum("iad,jad->aij", q[0], jnp.repeat(k[0], group, axis=1)) / np.sqrt(CONFIG.head_dim)
-        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-        return jnp.einsum("aij,jad->iad", weights, jnp.repeat(v[0], group, axis=1))[None], None
+        return jax.nn.dot_product_attention(q, k, v, mask=jnp.repeat(masks[layer], group, axis=0)[None]), None
 
     positions = jnp.arange(tokens.shape[1])[None]
     hidden, _ = decoder(tokens, positions, attention, (None,) * CONFIG.num_layers)

@@ -20,6 +20,7 @@ from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS
 ROW = 160  # tokens of a question and its answer, padded
 FREE_END = 1_300  # tokens at a document's end without facts: more than a window of 1,024 and its block
 _CHARACTERS = 12  # of text that are drawn for each token of a document
+_HIDDEN, _COPIES = 12, 4  # facts and passages of a document that is asked later
 _COPY_SHOWN, _COPY_ASKED = 24, 48  # tokens of a passage
 _CITIES = """
 Antwerp Bergen Cordoba Dublin Esbjerg Florence Granada Hamburg Innsbruck Krakow Lisbon Malmo Nantes Oslo Porto Riga
@@ -88,9 +89,7 @@ def late_facts(rng: np.random.Generator, count: int) -> Iterator[LateFact]:
         yield LateFact(f"{opening} {value}.", f"{question} Answer with only {wanted}.", opening, value)
 
 
-def late_document(
-    lm: LM, seed: int, tokens: int, half: Half = "test", folder: Path | None = None, facts: int = 12, copies: int = 4
-) -> LateDocument:
+def late_document(lm: LM, seed: int, tokens: int, folder: Path | None = None) -> LateDocument:
     """A document of `tokens` with facts of six kinds before the last `FREE_END` ones, and the questions asked later."""
     most = lm.config.max_context - ROW
     require(tokens <= most, f"tokens = {tokens}: must be at most {most}, so that questions fit after it")
@@ -98,21 +97,21 @@ def late_document(
     require(far, f"tokens = {tokens}: must be at least {2 * FREE_END}, so that facts stand outside a window")
     rng = np.random.default_rng(seed)
     opening, closing = chat_frame(lm)
-    text = draw_text(rng, seed, half, tokens, folder)
-    known = list(late_facts(rng, facts))
+    text = draw_text(rng, seed, "test", tokens, folder)
+    known = list(late_facts(rng, _HIDDEN))
     hidden = [encode_verbatim(lm, fact.line + "\n") for fact in known]
     body, following = _lines(lm, text, tokens - len(opening) - sum(map(len, hidden)))
     ends = np.cumsum([len(line) for line in body])
     last = int(np.searchsorted(ends, ends[-1] - FREE_END))
-    places = sorted(rng.integers(1, max(2, last), facts), reverse=True)
-    for place, number in zip(places, rng.permutation(facts), strict=True):
+    places = sorted(rng.integers(1, max(2, last), _HIDDEN), reverse=True)
+    for place, number in zip(places, rng.permutation(_HIDDEN), strict=True):
         body.insert(int(place), hidden[number])
     ids = [*opening, *(token for line in body for token in line)]
     asked: list[tuple[Any, list[int], list[int]]] = []
     for fact in known:
         question = [*encode_verbatim(lm, f"\n\n{fact.question}"), *closing, *encode_verbatim(lm, fact.opening)]
         asked.append(("fact", question, encode_verbatim(lm, f" {fact.value}")))
-    for _ in range(copies):
+    for _ in range(_COPIES):
         start = int(rng.integers(len(opening) + 50, len(ids) - FREE_END))
         shown = ids[start : start + _COPY_SHOWN]
         request = encode_verbatim(lm, "\n\nContinue, word for word, the passage of the document that begins with: ")
@@ -145,7 +144,7 @@ class RepeatingDocument:
 
 
 def repeating_document(
-    lm: LM, seed: int, tokens: int, half: Half = "test", folder: Path | None = None, repeats: int = 8
+    lm: LM, seed: int, tokens: int, folder: Path | None = None, repeats: int = 8
 ) -> RepeatingDocument:
     """A text with `repeats` facts and passages of 64 tokens in its first half that return in its last third.
 
@@ -153,7 +152,7 @@ def repeating_document(
     """
     require(tokens >= 1_000, f"tokens = {tokens}: must be at least 1,000, so that passages return later")
     rng = np.random.default_rng(seed)
-    base = iter(encode_verbatim(lm, draw_text(rng, seed, half, tokens, folder)))
+    base = iter(encode_verbatim(lm, draw_text(rng, seed, "test", tokens, folder)))
     names = list(dict.fromkeys(f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in range(4 * repeats)))[:repeats]
     values = [
         f"{rng.integers(10**6):06d}" if i % 2 else f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"

@@ -14,7 +14,6 @@ import typer
 
 import tca_jax
 from tca_jax.engine.lm import LM
-from tca_jax.lab.by_layers import read_losses
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import RepeatingDocument, repeating_document
 from tca_jax.lab.evaluation.method_specs import parse_labels
@@ -27,9 +26,9 @@ _HEADER = ["method", "documents", "attended pairs", "plain loss [95%]", "far cop
 
 def measure(lm: LM, document: RepeatingDocument) -> Record:
     """Mean losses in nats of plain tokens, far copies and far facts, and the attended share."""
-    losses, attended = read_losses(lm, document.ids)
-    plain, copy, fact = (document.weights @ losses).tolist()
-    return {"plain": plain, "copy": copy, "fact": fact, "attended": attended}
+    scores = tca_jax.score(lm, document.ids)
+    plain, copy, fact = (document.weights @ -scores.logprobs[0]).tolist()
+    return {"plain": plain, "copy": copy, "fact": fact, "attended": float(scores.attended_share[0])}
 
 
 def table(records: Sequence[Record]) -> str:

@@ -126,7 +126,7 @@ def _needles(
 
         def draw(rng: random.Random, kind: str) -> str:
             if kind == "words":
-                return load_words().draw_pair(rng)
+                return f"{rng.choice(load_words().adjectives)}-{rng.choice(load_words().nouns)}"
             if kind == "numbers":
                 return str(rng.randint(10**6, 10**7 - 1))
             return str(uuid.UUID(int=rng.getrandbits(128), version=4))

@@ -42,10 +42,6 @@ class Words:
         """All words."""
         return tuple(sorted({*self.adjectives, *self.nouns, *self.verbs}))
 
-    def draw_pair(self, rng: random.Random) -> str:
-        """A key such as "amber-falcon"."""
-        return f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"
-
     def draw_distinct(self, rng: random.Random, count: int) -> list[str]:
         """Different words, or pairs of words if there are too few; ValueError if there are too few pairs."""
         if count <= len(self.singles):

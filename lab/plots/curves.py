@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
@@ -87,7 +88,7 @@ def plot_latency(bars: Mapping[str, Mapping[str, float]], title: str, path: figu
     axes = figure.subplots()
     names = list(dict.fromkeys(stage for stages in bars.values() for stage in stages))
     left = np.zeros(len(bars))
-    for stage, color in zip(names, figures.palette(len(names)), strict=True):
+    for stage, color in zip(names, colormaps["tab10"](np.arange(len(names))), strict=True):
         lengths = np.array([stages.get(stage, 0.0) for stages in bars.values()]) / factor
         drawn = axes.barh(range(len(bars)), lengths, left=left, height=0.7, label=stage, color=color)
         texts = [f"{each:.3g}" if each * factor >= _LABELLED * longest else "" for each in lengths]

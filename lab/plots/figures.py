@@ -42,12 +42,6 @@ def method_color(method: str) -> Any:
     return METHOD_COLORS.get(method) or colormaps["tab20"](sum(map(ord, method)) % 20)
 
 
-def palette(count: int) -> list[Any]:
-    """Distinct colors, the ten most different first."""
-    colors = [colormaps["tab20"](number) for number in range(20)]
-    return [*colors[::2], *colors[1::2]][:count]
-
-
 def titled(text: str, name: str) -> str:
     """A title with a name, on its own line and cut at its beginning where it is long."""
     shown = name if len(name) <= 70 else "…" + name[-69:]

@@ -48,7 +48,7 @@ def unrolled(lm, row: int, fed: list[int], counted: np.ndarray):
         hidden, states = lm.decoder(tokens, jnp.arange(tokens.shape[1])[None], attention, (None,) * CONFIG.num_layers)
         logits = lm.decoder.logits(hidden[0, len(TEXT) : -1])
         right = jax.nn.one_hot(jnp.asarray(fed[1:]), logits.shape[-1], dtype=bool)
-        margins = logits[right] - jax.nn.logsumexp(jnp.where(right, -1e30, logits), axis=-1)
+        margins = jnp.where(right, logits, 0).sum(axis=-1) - jax.nn.logsumexp(jnp.where(right, -1e30, logits), axis=-1)
         return (margins * counted[:-1]).sum(), states
 
     return run
@@ -58,7 +58,7 @@ def expected_targets(lm, row: int, fed: list[int], counted: np.ndarray):
     """Of each layer: the three targets of all tokens of the text [3, Hkv, L], and norms of slopes [Hkv, n]."""
     run = unrolled(lm, row, fed, counted)
     zeros = jnp.zeros((CONFIG.num_layers, len(fed), CONFIG.num_heads, CONFIG.head_dim))
-    slopes, states = jax.grad(run, has_aux=True)(zeros)
+    slopes, states = jax.jit(jax.grad(run, has_aux=True))(zeros)
     for layer, (p, v, out) in enumerate(states):
         p = np.asarray(p)[:, :, len(TEXT) :, : len(TEXT)] * counted[:, None]
         slope, out = (np.asarray(x).reshape(len(fed), 2, GROUP, -1) for x in (slopes[layer], out[len(TEXT) :]))

@@ -42,10 +42,6 @@ def lines(length, seed=0):
     return [256, *map(ord, text)][:length]
 
 
-def text_of(ids):
-    return "".join(map(chr, ids))
-
-
 def shipped_tokenizer(**changes):
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder("recall-tiny"))
     for name, value in changes.items():

@@ -13,7 +13,6 @@ from tiny import CONFIG as TINY
 from tca_jax import methods
 from tca_jax.calibration.profile import Profile, options_of
 from tca_jax.loading import shipped_profile
-from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 from tca_jax.persistence import load, save
 
@@ -63,18 +62,6 @@ def test_a_profile_fits_its_model_alone():
         make_profile().validate_for(model_config(4, 3), "ab" * 32, "big")
     with pytest.raises(ValueError, match="'tiny' was made with other weights than those of model 'other'"):
         make_profile().validate_for(model_config(), "00" * 32, "other")
-
-
-@pytest.mark.parametrize("num_tokens", [1, 16, 23, 24, 25, 31, 64, 257, 1000])
-def test_kept_share_counts_budgets_and_local_tokens(num_tokens):
-    profile = make_profile()
-    ranked = max(0, num_tokens // 8 - 16 // 8)
-    budgets = np.asarray(candidate_budgets(CONFIG, ranked))
-    local = len(range(ranked * 8, num_tokens))
-    share = profile.kept_share(num_tokens)
-    for at in np.ndindex(3, 2):
-        kept = min(budgets[profile.candidates[at]].sum() + CONFIG.reserve, ranked * 8) + local
-        assert share[at] == pytest.approx(kept / num_tokens, rel=1e-15)
 
 
 # --- on disk --------------------------------------------------------------------------------------

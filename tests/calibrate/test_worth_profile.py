@@ -58,7 +58,6 @@ def test_a_given_share_is_taken(fitted, lm):
     [
         ({"count": 1}, "count = 1: must be"),
         ({"tokens": 511}, "tokens = 511: must be"),
-        ({"kept": 0.0}, r"kept = 0\.0: must be in \(0, 1\]"),
         ({"kept": math.nan}, r"kept = nan: must be in"),
         ({"count": 4}, r"texts have 1,024 tokens too few for 4 texts of 512: pass more text, or a lower count"),
         ({"texts": []}, "texts is empty"),
@@ -122,17 +121,6 @@ def test_a_profile_fits_its_model_alone(fitted):
         fitted[0].validate_for(dataclasses.replace(CONFIG, hidden_size=64), None, "big")
     with pytest.raises(ValueError, match="made with other weights than those of model 'other'"):
         fitted[0].validate_for(CONFIG, "00" * 32, "other")
-
-
-def test_everything_kept_and_selected_is_full_attention(fitted, lm):
-    prompt = random_prompt(7, 700)
-    exact = tca_jax.generate(lm, prompt, max_new_tokens=8, stop_token_ids=())
-    everything = tca_jax.generate(
-        lm.with_profile(fitted[0].with_kept(1.0, 1.0)), prompt, max_new_tokens=8, stop_token_ids=()
-    )
-    assert everything.tokens == exact.tokens
-    some = tca_jax.generate(lm.with_profile(fitted[0].with_kept(0.1)), prompt, max_new_tokens=8, stop_token_ids=())
-    assert some.stats.kept_share < everything.stats.kept_share == 1
 
 
 @pytest.mark.parametrize(

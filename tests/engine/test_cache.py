@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged import kept_tokens, local_tokens, read_layer
+from paged import local_tokens, read_layer
 
 import tca_jax
 from tca_jax import methods
@@ -112,20 +112,3 @@ def test_unbounded_windows_hold_whole_pages():
     for row, length in enumerate((256, 128)):
         expected = np.stack([x[row, :length].swapaxes(0, 1) for x in qkv[1:]])
         np.testing.assert_array_equal(local_tokens(rows, row, np.arange(length)), expected)
-
-
-@pytest.mark.parametrize("length", [5, 40, 71, 72])
-def test_pages_hold_local_and_selected_tokens(length):
-    q, k, v = _qkv(0, 1, 72)
-    candidates = (0, 9)
-    lengths = np.array([length], np.int32)
-    rows = read(method_of(candidates), plan(candidates, 1, 72, 29), lengths, (q, k, v), fed=29)
-    positions = np.arange(8 * CONFIG.num_ranked_blocks(length), length)
-    expected = np.stack([np.asarray(x)[0, positions].swapaxes(0, 1) for x in (k, v)])
-    np.testing.assert_array_equal(local_tokens(rows, 0, positions), expected)
-    mask = np.asarray(tca_jax.select(q[:, max(0, length - 64) : length], k, jnp.array(candidates), lengths, CONFIG))[0]
-    for head in range(2):
-        chosen = np.flatnonzero(mask[head])
-        np.testing.assert_array_equal(
-            kept_tokens(rows, 0, head), np.stack([np.asarray(x)[0, chosen, head] for x in (k, v)])
-        )

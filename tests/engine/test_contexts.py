@@ -12,6 +12,7 @@ import pytest
 from tiny import TCA, DenseReference, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
+from tca_jax.engine import extend
 from tca_jax.pallas_kernels.kv import CODES, empty, encode
 
 DENSE = TCA.num_candidates
@@ -59,14 +60,15 @@ def test_questions_equal_tokens_fed_one_by_one(sparse, context):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("method", "options", "tokens"),
+    ("method", "options", "tokens", "piece"),
     [
-        ("full", {}, 12),
-        ("streaming", {"sinks": 4, "window": 16, "block_size": 8}, 21),  # what it keeps does not depend on queries
-        ("streaming", {"sinks": 4, "window": 12, "block_size": 1}, 33),
+        ("full", {}, 12, 2048),
+        ("streaming", {"sinks": 4, "window": 16, "block_size": 8}, 43, 16),  # what it keeps does not depend on queries
+        ("streaming", {"sinks": 4, "window": 12, "block_size": 1}, 33, 2048),
     ],
 )
-def test_contexts_equal_one_long_prompt(full, method, options, tokens):
+def test_contexts_equal_one_long_prompt(full, method, options, tokens, piece, monkeypatch):
+    monkeypatch.setattr(extend, "_PIECE_TOKENS", piece)
     lm, question = full.with_method(method, **options), random_prompt(1, tokens)
     context = tca_jax.prefill(lm, DOCUMENT)
     out, whole = (
@@ -118,6 +120,7 @@ def test_questions_share_the_documents_pages(full, sparse):
         assert one.kept_share == pytest.approx(four.kept_share)
 
 
+@pytest.mark.integration
 def test_a_batch_of_contexts_grows_row_by_row(sparse):
     documents, options = [random_prompt(6, 77), random_prompt(7, 9)], {**OPTIONS, "max_new_tokens": 10}
     context = tca_jax.prefill(sparse, documents)

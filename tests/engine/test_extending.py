@@ -1,4 +1,4 @@
-"""Appending: equal to decoding the same tokens, whatever the edges and the calls, and to one long prompt."""
+"""Appending: equal to decoding the same tokens, whatever the edges."""
 
 import dataclasses
 import functools
@@ -8,16 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paged import kept_tokens, local_tokens
-from tiny import TCA, random_prompt, tiny_lm, with_candidates
+from tiny import TCA, random_prompt, tiny_lm
 
-import tca_jax
 from tca_jax import methods
-from tca_jax.engine import extend as extend_module
 from tca_jax.engine.decode import Steps, begin, row_keys
 from tca_jax.engine.extend import align, feed, num_columns
 from tca_jax.engine.read import Calls, read
 from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.score import scores_of_appended
 
 B, W = 8, 16
 LONGEST, FED = 48, 24  # tokens of a prompt, and after it
@@ -46,26 +43,14 @@ def opened(lm, prompts, fed):
     return found.rows, found.logits
 
 
-def append(lm, rows, tokens, starts, lengths, columns=FED + B):
+def append(lm, rows, tokens, starts, lengths):
     """Rows with right-padded tokens, and log-probabilities `[R, n, V]` after each of these."""
     starts, lengths = (np.asarray(x, np.int32) for x in (starts, lengths))
-    aligned = align(tokens, starts, block_size=B, columns=num_columns(columns, B))
+    aligned = align(tokens, starts, block_size=B, columns=num_columns(FED + B, B))
     result = feed(lm, rows, *map(jnp.asarray, (aligned, starts, lengths)), Calls(), keep_hidden=True, backend="xla")
     places = starts[:, None] % B + np.arange(tokens.shape[1])
     hidden = jnp.take_along_axis(result.hidden, places[..., None], axis=1)
     return result, jax.nn.log_softmax(lm.decoder.logits(hidden))
-
-
-def append_singly(lm, rows, tokens, starts, lengths):
-    """The same in a call for each token."""
-    logprobs = []
-    for t in range(max(lengths)):
-        new = np.less(t, lengths).astype(np.int32)
-        at = np.add(starts, np.minimum(t, lengths))
-        result, found = append(lm, rows, tokens[:, t : t + 1], at, new, columns=B)
-        rows = result.rows
-        logprobs.append(found)
-    return rows, jnp.concatenate(logprobs, axis=1)
 
 
 @functools.partial(jax.jit, static_argnames="method")
@@ -113,41 +98,13 @@ def test_appended_tokens_equal_decoded_ones(lm, name, prompts, lengths):
     rows, logits = opened(model, [random_prompt(seed, n) for seed, n in enumerate(prompts)], FED)
     starts, counts, ends = jnp.array(prompts), jnp.array(lengths), np.add(prompts, lengths)
     expected, values = decode(model.for_programs(), model.method, rows, logits, jnp.asarray(MORE), starts, counts)
-    result, at_once = append(model, jax.tree.map(jnp.copy, rows), MORE, prompts, lengths)
-    in_turn, singly = append_singly(model, rows, MORE, prompts, lengths)
-    for each in (result.rows, in_turn):
-        check_same_rows(each, expected, ends)
+    result, logprobs = append(model, rows, MORE, prompts, lengths)
+    check_same_rows(result.rows, expected, ends)
     for row, n in enumerate(lengths):
-        for logprobs in (at_once, singly):
-            found = np.sort(np.asarray(logprobs)[row, :n])[:, ::-1]
-            np.testing.assert_allclose(found, np.asarray(values)[row, :n], atol=2e-4)
+        found = np.sort(np.asarray(logprobs)[row, :n])[:, ::-1]
+        np.testing.assert_allclose(found, np.asarray(values)[row, :n], atol=2e-4)
         if n:
-            np.testing.assert_allclose(jax.nn.log_softmax(result.logits[row]), at_once[row, n - 1], atol=1e-5)
-
-
-@pytest.mark.parametrize("piece", [8, 24, 2048])
-@pytest.mark.integration
-def test_dense_heads_equal_one_long_prompt(lm, piece, monkeypatch):
-    monkeypatch.setattr(extend_module, "_PIECE_TOKENS", piece)
-    model = with_candidates(lm, [[DENSE, DENSE]] * 2)
-    prompts, more = [random_prompt(0, 61), random_prompt(1, 40)], [random_prompt(2, 43), random_prompt(3, 20)]
-    rows, _ = opened(model, prompts, 64)
-    padded = np.zeros((2, 43), np.int32)
-    for row, ids in zip(padded, more, strict=True):
-        row[: len(ids)] = ids
-    starts, lengths = np.array([61, 40], np.int32), np.array([43, 20], np.int32)
-    result, _ = append(model, rows, padded, starts, lengths, columns=43 + 5)
-    tokens = jnp.asarray(align(padded, starts, block_size=B, columns=num_columns(43 + 5, B)))
-    scores = scores_of_appended(model, result.hidden, tokens, jnp.asarray(starts), jnp.asarray(lengths))
-    for row, (prompt, ids) in enumerate(zip(prompts, more, strict=True)):
-        (expected,) = tca_jax.score(lm, prompt + ids).logprobs
-        first = len(prompt) % B
-        got = np.asarray(scores.logprobs[row])
-        np.testing.assert_allclose(got[first : first + len(ids) - 1], expected[len(prompt) :], atol=2e-4)
-        assert (np.delete(got, np.arange(first, first + len(ids) - 1)) == 0).all()
-        follow = jax.nn.log_softmax(result.logits[row])
-        (after,) = tca_jax.score(lm, [*prompt, *ids, 5]).logprobs
-        np.testing.assert_allclose(follow[5], after[-1], atol=2e-4)
+            np.testing.assert_allclose(jax.nn.log_softmax(result.logits[row]), logprobs[row, n - 1], atol=1e-5)
 
 
 def test_columns_are_blocks_or_whole_pieces():

@@ -44,14 +44,6 @@ def test_greedy_tokens_equal_a_dense_reference(lm, length, candidates, kv):
     assert out.finish_reasons == ["length"]
 
 
-def test_ragged_batches_answer_as_alone(lm):
-    model = with_candidates(lm, UNEQUAL)
-    prompts = [random_prompt(i, length) for i, length in enumerate((7, 90, 96, 12))]  # in two buckets, one of them full
-    together = tca_jax.generate(model, prompts, max_new_tokens=20)
-    for prompt, tokens in zip(prompts, together.tokens, strict=True):
-        assert tca_jax.generate(model, prompt, max_new_tokens=20).tokens == [tokens]
-
-
 def test_statistics_count_tokens_bytes_and_time(lm):
     prompts = [random_prompt(0, 100), random_prompt(1, 60)]
     stats, full = (
@@ -104,12 +96,6 @@ def test_a_stop_token_ends_its_row_alone(lm):
     assert out.finish_reasons[0] == "stop"
     if stop not in free.tokens[1]:
         assert out.tokens[1] == free.tokens[1]
-    raw = tca_jax.generate_tokens(
-        lm,
-        jnp.array(prompts),
-        jnp.array([120, 120], jnp.int32),
-        jax.random.key(0),
-        max_new_tokens=30,
-        stop_tokens=(stop,),
-    )
+    arguments = jnp.array(prompts), jnp.array([120, 120], jnp.int32), jax.random.key(0)
+    raw = tca_jax.generate_tokens(lm, *arguments, max_new_tokens=30, stop_tokens=(stop,))
     assert raw[0, first + 1 :].tolist() == [lm.pad_token_id] * (29 - first)

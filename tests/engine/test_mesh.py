@@ -154,13 +154,8 @@ def dense_on(mesh=None) -> tca_jax.LM:
     return with_tca(lm_of(mesh, num_layers=FOUR, rows=DENSE), DENSE)
 
 
-@pytest.fixture(scope="module")
-def shared() -> tca_jax.Context:
-    """The same on four devices."""
-    return tca_jax.prefill(dense_on(mesh_of((1, 4))), LONG)
-
-
-def test_devices_allocate_what_statistics_say(shared):
+def test_devices_allocate_what_statistics_say():
+    shared = tca_jax.prefill(dense_on(mesh_of((1, 4))), LONG)
     held = dict.fromkeys(jax.devices()[:4], 0)
     for shard in (*shared.rows.k.addressable_shards, *shared.rows.v.addressable_shards):
         held[shard.device] += shard.data.nbytes

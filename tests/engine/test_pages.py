@@ -1,5 +1,6 @@
 """The page table against lists of tokens: prompts, steps, eviction, forks, and attention through it."""
 
+import copy
 import dataclasses
 
 import jax
@@ -90,9 +91,11 @@ def check(rows, tokens, theta):
         for head in range(HEADS):
             expected = of_row.kept(layer, head, theta, start[row])
             numbers = np.asarray(pages.table)[row, head]
-            kept = np.asarray(rows.k)[numbers[:COLUMNS] % PAGES].reshape(-1, D)[: int(pages.kept[row, head])]
+            kept = np.asarray(rows.k)[numbers[: rows.columns] % rows.num_pages].reshape(-1, D)
+            kept = kept[: int(pages.kept[row, head])]
             np.testing.assert_array_equal(kept, of_row.k[layer, expected, head])
-            window = np.asarray(rows.v)[numbers[COLUMNS:] % PAGES].reshape(-1, D)[: of_row.length - start[row]]
+            window = np.asarray(rows.v)[numbers[rows.columns :] % rows.num_pages].reshape(-1, D)
+            window = window[: of_row.length - start[row]]
             np.testing.assert_array_equal(window, of_row.v[layer, start[row] : of_row.length, head])
         q = np.random.default_rng(layer).normal(size=(len(tokens), 1, 2 * HEADS, D)).astype(np.float32)
         newest = rows.length - 1
@@ -122,25 +125,15 @@ def read():
     return rows, tokens, theta
 
 
-def copies(tokens):
-    return [_copy(each) for each in tokens]
-
-
-def _copy(tokens):
-    other = Tokens.__new__(Tokens)
-    other.k, other.v, other.worth, other.length = tokens.k.copy(), tokens.v.copy(), tokens.worth.copy(), tokens.length
-    return other
-
-
 def test_rows_hold_their_tokens(read):
-    rows, tokens, theta = read[0], copies(read[1]), read[2]
+    rows, tokens, theta = read[0], copy.deepcopy(read[1]), read[2]
     check(rows, tokens, theta)
     check(fed(rows, tokens, theta, 300), tokens, theta)
 
 
 def test_forked_rows_go_on_by_themselves(read):
     rows, theta = read[0], read[2]
-    tokens = [_copy(read[1][i]) for i in (0, 2, 0)]
+    tokens = [copy.deepcopy(read[1][i]) for i in (0, 2, 0)]
     rng = np.random.default_rng(1)
     for each in tokens[1:]:  # from here on each has other tokens
         for x in (each.k, each.v):
@@ -156,28 +149,12 @@ def test_forked_rows_go_on_by_themselves(read):
 
 
 def test_rows_move_to_another_pool(read):
-    rows, tokens, theta = read[0], copies(read[1]), read[2]
+    rows, tokens, theta = read[0], copy.deepcopy(read[1]), read[2]
     named = int(rows.named_pages()[0, 0])
     assert rows.used_bytes == named * 2 * B * D * 4
     moved = rows.compacted(named).with_pages(60).with_columns(COLUMNS + 3, W, 2)
     assert moved.num_pages == named + 60
-    check_columns(moved, tokens, theta)
-
-
-def check_columns(rows, tokens, theta):
-    """Like `check`, of a wider table."""
-    rows = jax.jit(Rows.forked)(rows, jnp.arange(3), jnp.array([2_000] * 3))
-    q = np.random.default_rng(3).normal(size=(3, 1, 2 * HEADS, D)).astype(np.float32)
-    newest = rows.length - 1
-    for layer in range(LAYERS):
-        out, _ = paged_attention(jnp.asarray(q), rows.of_layer(layer), newest, newest, window=(W - 1) * B)
-        for row, of_row in enumerate(tokens):
-            seen = np.concatenate([of_row.kept(layer, 0, theta, of_row.start), np.arange(of_row.start, of_row.length)])
-            keys, values, bias = of_row.k[layer, seen, 0], of_row.v[layer, seen, 0], np.zeros(len(seen))
-            for mean_k, mean_v, entropy in of_row.means(layer, 0, theta, of_row.start):
-                keys, values, bias = np.vstack([keys, mean_k]), np.vstack([values, mean_v]), np.append(bias, entropy)
-            p = np.exp(keys @ q[row, 0, 0] / np.sqrt(D) + bias)
-            np.testing.assert_allclose(out[row, 0, 0], p @ values / p.sum(), atol=2e-5)
+    check(jax.jit(Rows.forked)(moved, jnp.arange(3), jnp.array([2_000] * 3)), tokens, theta)
 
 
 def test_pages_have_uses():

@@ -85,9 +85,7 @@ def test_score_is_the_log_softmax_of_positions(lm, method, monkeypatch):
     (first,) = tca_jax.score(lm.with_method("full"), prompts[1]).logprobs
 
     def attention(layer, q, k, v, state):
-        lengths = jnp.array([83])
-        dense = jnp.full(2, 14)
-        return tca_jax.attend(q, k, v, dense, lengths, tca_jax.TCAConfig(window=128)), None
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True), None
 
     hidden, _ = lm.decoder(jnp.array([prompts[1]]), jnp.arange(83)[None], attention, (None, None))
     expected = jax.nn.log_softmax(lm.decoder.logits(hidden[0]))[jnp.arange(82), jnp.array(prompts[1][1:])]
@@ -241,19 +239,9 @@ PROMPTS = [random_prompt(0, 61), random_prompt(1, 40)]
 OPTIONS = {"max_new_tokens": 11, "stop_token_ids": (), "logprobs": 1}
 
 
-@pytest.fixture(scope="module")
-def full():
-    return tiny_lm()
-
-
-@pytest.fixture(scope="module")
-def unequal(full):
-    return with_candidates(full, [[0, 6], [TCA.num_candidates, 3]])
-
-
-@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.integration), "unequal"])
-def test_greedy_answers_have_their_log_probabilities(name, request):
-    lm = request.getfixturevalue(name)
+@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.integration), "tca"])
+def test_greedy_answers_have_their_log_probabilities(lm, method):
+    lm = lm if method == "tca" else lm.with_method("full")
     out = tca_jax.generate(lm, PROMPTS, **OPTIONS)
     other = [(token + 1) % 97 for token in out.tokens[0]]
     scores = score_answers(lm, PROMPTS, [[out.tokens[0], other], [other[:4], out.tokens[1]]])
@@ -266,12 +254,12 @@ def test_greedy_answers_have_their_log_probabilities(name, request):
     assert [[len(of_answer) for of_answer in row] for row in scores.logprobs] == [[11, 11], [4, 11]]
 
 
-def test_answers_score_behind_a_context(unequal):
-    context = tca_jax.prefill(unequal, random_prompt(4, 104))  # whole blocks
+def test_answers_score_behind_a_context(lm):
+    context = tca_jax.prefill(lm, random_prompt(4, 104))  # whole blocks
     questions = [random_prompt(5, 1), random_prompt(6, 12)]
-    out = tca_jax.generate(unequal, questions, context=context, **OPTIONS)
+    out = tca_jax.generate(lm, questions, context=context, **OPTIONS)
     other = [(token + 1) % 97 for token in out.tokens[0]]
-    scores = score_answers(unequal, questions, [[out.tokens[0], other], [out.tokens[1], other]], context=context)
+    scores = score_answers(lm, questions, [[out.tokens[0], other], [out.tokens[1], other]], context=context)
     np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
     np.testing.assert_allclose(scores.logprobs[1][0], out.logprobs[1], atol=2e-4)
     assert scores.greedy == [[True, False], [True, False]]

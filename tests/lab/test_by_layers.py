@@ -1,4 +1,4 @@
-"""Methods by masks, a layer at a time, against the engine: contexts and their answers, and texts."""
+"""Methods by masks, a layer at a time, against the engine: contexts and their answers."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from tiny import random_prompt, tiny_lm
 import tca_jax
 from tca_jax.engine.score import score_answers
 from tca_jax.errors import UserError
-from tca_jax.lab.by_layers import ask, read_by, read_full, read_losses
+from tca_jax.lab.by_layers import ask, read_by, read_full
 
 SIZES = {"window": 32, "block_size": 16}
 DOCUMENT = random_prompt(0, 227)  # 14 blocks and 3 tokens, of which 12 blocks are ranked
@@ -69,17 +69,6 @@ def test_contexts_answer_as_the_engines(model, full, name):
     assert read.kept_share == pytest.approx(1) if name == "full" else read.kept_share < 0.7
 
 
-@pytest.mark.parametrize(("name", "options"), [("kvzip", METHODS["kvzip"][1]), ("tca", TCA)])
-def test_read_losses_are_those_of_score(model, name, options):
-    """The engine reads a text to its end, too, so methods that select by its last queries select the same."""
-    lm = model.with_method(name, **options)
-    losses, attended = read_losses(lm, DOCUMENT)
-    expected = tca_jax.score(lm, DOCUMENT)
-    np.testing.assert_allclose(-losses, expected.logprobs[0], atol=1e-4)
-    assert attended == pytest.approx(expected.attended_share[0], rel=1e-5)
-    assert (attended < 0.9) == (name == "tca")
-
-
 def test_predicted_worth_answers_as_the_engines(model):
     lm, ids = model.with_profile(make_worth_profile().with_kept(0.7)), random_prompt(9, 900)
     read, context = read_by(lm, read_full(lm, ids)), tca_jax.prefill(lm, ids)
@@ -91,10 +80,6 @@ def test_predicted_worth_answers_as_the_engines(model):
     assert read.attended_share == pytest.approx(context.stats.attended_share, rel=1e-5)
     assert read.kept_share == pytest.approx(context.stats.kept_share, abs=1e-6)
     assert read.kept_share < read.kv_share < 1
-    losses, attended = read_losses(lm, ids)
-    scored = tca_jax.score(lm, ids)
-    np.testing.assert_allclose(-losses, scored.logprobs[0], atol=1e-4)
-    assert attended == pytest.approx(scored.attended_share[0], rel=1e-5)
 
 
 def test_methods_without_masks_are_refused(model, full):

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import commands
 import pytest
-from tiny import TCA, write_checkpoint
 
-from tca_jax import Profile
 from tca_jax.lab.evaluation import Sources, make_plan, parse_methods, tuning
 from tca_jax.lab.evaluation.ruler import TASKS
 from tca_jax.loading import open_checkpoint
 
+pytestmark = pytest.mark.usefixtures("in_work")
 NOISE_TASK = ["model", "--tasks=niah_single_1", "--lengths=1024", "--samples=2", "--batch=2", "--protocols=prefix"]
 SUITE = ["model", "--suite=late", "--methods=full,streaming:window=128", "--lengths=1024", "--samples=1"]
 TUNED = ["model", "--methods=full,tca,snapkv", "--tasks=loss", "--lengths=512", "--samples=1", "--kv-share=0.6"]
@@ -28,18 +27,10 @@ def run(*args):
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """A model, its profile, and a text."""
-    folder = tmp_path_factory.mktemp("eval")
-    write_checkpoint(folder / "model")
-    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def in_work(work, monkeypatch):
-    monkeypatch.chdir(work)
+def work(work):
+    """With a longer text."""
+    (work / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    return work
 
 
 def records(folder):

@@ -8,16 +8,13 @@ import commands
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from tiny import TCA, write_checkpoint
 
-from tca_jax.calibration.profile import Profile
 from tca_jax.lab import plots
 from tca_jax.lab.benchmarks.models import CONFIGS
 from tca_jax.lab.plots import results, selected
 from tca_jax.lab.plots.figures import METHOD_COLORS
 from tca_jax.loading import checkpoint_folder
 
-TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 run, error = (functools.partial(each, "plot") for each in (commands.run, commands.error))
 
 
@@ -139,16 +136,12 @@ def test_files_without_results_are_named(read, text, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("work")
-    write_checkpoint(folder / "model")
-    (folder / "text.txt").write_text(TEXT)
-    Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
-    (folder / "curves.json").write_text(json.dumps(MODELS))
-    (folder / "call.json").write_text(
-        json.dumps({"stats": {"new_tokens": [4], "prefill_seconds": 1.0, "seconds_per_token": 0.1}})
-    )
-    return folder
+def work(work):
+    """With results."""
+    (work / "curves.json").write_text(json.dumps(MODELS))
+    stats = {"new_tokens": [4], "prefill_seconds": 1.0, "seconds_per_token": 0.1}
+    (work / "call.json").write_text(json.dumps({"stats": stats}))
+    return work
 
 
 @pytest.mark.integration
@@ -163,8 +156,8 @@ def work(tmp_path_factory):
     ],
     ids=lambda args: args[0],
 )
-def test_commands_write_pictures(args, work, tmp_path, monkeypatch):
-    monkeypatch.chdir(work)
+@pytest.mark.usefixtures("in_work")
+def test_commands_write_pictures(args, tmp_path):
     path = tmp_path / "new" / "picture.png"
     result = run(*args, "--out", path)
     assert (result.exit_code, result.stdout) == (0, f"Picture: {path}\n"), result.output
@@ -186,6 +179,6 @@ def test_commands_write_pictures(args, work, tmp_path, monkeypatch):
     ],
     ids=str,
 )
-def test_errors_of_pictures(args, message, work, monkeypatch):
-    monkeypatch.chdir(work)
+@pytest.mark.usefixtures("in_work")
+def test_errors_of_pictures(args, message):
     assert re.search(message, error(*args))

@@ -87,9 +87,7 @@ def test_contexts_keep_their_attended_share(tmp_path):
     assert more.stats.attended_share == share
     assert tca_jax.generate(lm, [[1], [2]], context=more, max_new_tokens=1).stats.attended_share == share
     more.save(tmp_path / "context")
-    loaded = tca_jax.Context.load(tmp_path / "context")
-    np.testing.assert_array_equal(loaded.attended_share, context.attended_share)
-    assert loaded.stats.attended_share == share
+    assert tca_jax.Context.load(tmp_path / "context").stats.attended_share == share
     one = tca_jax.prefill(lm, PROMPTS[0])
     out = tca_jax.generate(lm, [[1], [2], [3]], context=one, max_new_tokens=1)
     assert out.stats.attended_share == one.stats.attended_share == context.attended_share[0]

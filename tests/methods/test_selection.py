@@ -59,13 +59,6 @@ def test_budgets_are_shared_out_by_largest_remainder(config, blocks):
     assert np.all(np.abs(counts - blocks * candidate_distributions(config)) < 1 + 1e-9)
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 5, 32, 1000])
-def test_default_budgets_equal_the_oracle(blocks):
-    budgets = np.asarray(candidate_budgets(DEFAULT, blocks))
-    for candidate in range(DEFAULT.num_candidates + 1):
-        np.testing.assert_array_equal(budgets[candidate], oracle.psi(DEFAULT, candidate, blocks))
-
-
 def test_tied_remainders_go_to_the_smaller_budget():
     config = TCAConfig(block_size=2, window=2, num_candidates=3, sigma=1e6)  # flat: half the blocks on each budget
     np.testing.assert_allclose(candidate_distributions(config)[:3], 0.5, atol=1e-9)

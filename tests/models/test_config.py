@@ -101,7 +101,6 @@ def test_read_config_names_the_file(tmp_path, config_entries):
     for content, message in (
         (b"{", "is not valid JSON"),
         (b'{"model_type": "\xff"}', "is not valid JSON"),
-        (b"[" * 100_000, "is not valid JSON"),
         (json.dumps(config_entries(hidden_act="relu")).encode(), r"config\['hidden_act'\] = 'relu'"),
     ):
         (tmp_path / "config.json").write_bytes(content)

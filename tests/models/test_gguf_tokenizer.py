@@ -1,7 +1,4 @@
-"""Tokenizers of GGUF files: ids are those of llama.cpp's rules, written down here again.
-
-`TCA_MODELS` names a folder with smollm2.gguf, qwen-0.5b.gguf and qwen-1.5b.gguf; tests of these are skipped without.
-"""
+"""Tokenizers of GGUF files: ids are those of llama.cpp's rules, written down here again."""
 
 import functools
 import itertools

@@ -155,10 +155,7 @@ THIRD = "model-00003-of-00003.safetensors"
     [
         (THIRD, None, "is missing"),
         (THIRD, b"", "is corrupt or incomplete"),
-        (THIRD, b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer .*git lfs pull"),
         (INDEX, None, f"holds neither .*{INDEX} nor a GGUF file"),
-        (INDEX, b"{", f"{INDEX} is not valid JSON"),
-        (INDEX, b'{"weight_map": {"model.norm.weight": 3}}', rf"{INDEX} is corrupt: weight_map\[.*\] = 3: must be the"),
         (INDEX, json.dumps({"weight_map": {Q: THIRD}}).encode(), rf"{THIRD} lacks tensor '{Q}'"),
     ],
 )

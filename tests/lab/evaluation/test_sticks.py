@@ -116,18 +116,11 @@ def profiles(tmp_path_factory):
 
 
 def test_methods_are_named_by_share_and_profile(profiles):
-    methods, written = (
-        ["full", f"snapkv:{METHOD}", "duoattention"],
-        [f"{name}={path}" for name, path in profiles.items()],
-    )
+    methods = ["full", f"snapkv:{METHOD}", "duoattention"]
+    written = [f"{name}={path}" for name, path in profiles.items()]
     found = list(sticks.named_methods(tiny_lm(), methods, [0.7], sticks.parse_profiles(written), TOKENS))
-    assert [each[:2] for each in found] == [
-        ("full", None),
-        (f"snapkv:{METHOD}", 0.7),
-        ("duoattention", 0.7),
-        ("tca, paper", None),
-        ("worth, worth", None),
-    ]
+    assert [each.method for each in found] == [*methods, "tca, paper", "worth, worth"]
+    assert [each.share for each in found] == [None, 0.7, 0.7, None, None]
     assert 0.6 < held_share(found[1].lm, TOKENS) <= 0.7
     duoattention = found[2].lm.method
     weights = make_worth_profile().maps.head_weights.ravel()

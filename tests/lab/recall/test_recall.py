@@ -10,7 +10,6 @@ from tca_jax.lab.recall.corpus import HELD_OUT_MODULES, corpus, source_files
 from tca_jax.lab.recall.documents import draw_documents
 from tca_jax.lab.recall.facts import Fact, draw_keys
 from tca_jax.lab.recall.tasks import ANSWER_TOKENS, PREAMBLES, Question, completion, is_correct
-from tca_jax.loading import checkpoint_folder
 
 EVERY_TASK = tuple(TASKS)
 #: Of 30 questions each, with their facts: recall-tiny was trained on these.
@@ -99,16 +98,7 @@ QUESTION = Question(
 )
 
 
-def test_chats_match_the_shipped_template():
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder("recall-tiny"))
-    document, question = "<|user|>Some text.", f"\n\n{QUESTION.text}<|eos|><|assistant|>"
-    messages = [{"role": "user", "content": f"Some text.\n\n{QUESTION.text}"}]
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert tokenizer.bos_token + document + question == rendered
-    apart = tokenizer(document)["input_ids"] + tokenizer(question, add_special_tokens=False)["input_ids"]
-    assert apart == tokenizer(document + question)["input_ids"]
+def test_completions_end_with_the_first_words():
     expected = f"Some text.\n\nQuestion: Find the access code of amber falcon.\nAnswer: {LEAD}"
     assert completion("Some text.", QUESTION) == expected
 
