@@ -1,11 +1,9 @@
 """The README and `docs/` say what is true: code and commands run, links lead somewhere, the site has every page."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import io
-import json
 import pkgutil
 import re
 import shlex
@@ -15,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from profiles import make_worth_profile
+from tiny import write_checkpoint
 from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax import loading, methods
-from tca_jax.calibration.profile import ARRAYS, Profile
+from tca_jax import Profile, TCAConfig, loading, methods
 from tca_jax.cli.app import app
 from tca_jax.lab import plots, recall
 from tca_jax.loading import checkpoint_folder
@@ -176,31 +174,16 @@ def test_the_readme_runs():
 
 
 WHOLE_MODEL = ["methods", "profiles", "quickstart"]
-SHALLOW_MODEL = ["benchmarks", "choosing", "contexts", "eight-bits", "evaluation", "kernels", "pictures", "usage"]
+SMALL_MODEL = ["benchmarks", "choosing", "contexts", "eight-bits", "evaluation", "kernels", "pictures", "usage"]
 QUICK = ("contexts", "usage")  # as an integration test; the others are slow
 
 
 @pytest.fixture(scope="module")
-def shallow(tmp_path_factory):
-    """The shipped model cut to its first layers: a third of the time, and no right answers."""
-    layers, shipped = 2, checkpoint_folder("recall-tiny")
-    folder = tmp_path_factory.mktemp("shallow")
-    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(shipped / name, folder)
-    config = json.loads((shipped / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
-    weights = load_file(shipped / "model.safetensors").items()
-    kept = {name: array for name, array in weights if int(re.findall(r"layers\.(\d+)|$", name)[0] or 0) < layers}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    for name in ("profile", "profile-paper"):
-        profile = Profile.load(shipped / name)
-        if isinstance(profile, tca_jax.WorthProfile):
-            by_layer = ("maps", "head_weights", "correlation", "shares")
-            maps = {array: getattr(profile.maps, array)[:layers] for array in by_layer}
-            cut = {"maps": dataclasses.replace(profile.maps, **maps)}
-        else:
-            cut = {array: getattr(profile, array)[:layers] for array in ARRAYS}
-        dataclasses.replace(profile, **cut, fingerprint=None).save(folder / name)
+def small(tmp_path_factory):
+    """A random model in the place of the shipped one: no right answers, in a fraction of the time."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("small"))
+    make_worth_profile().save(folder / "profile")
+    Profile.uniform(TCAConfig(), 2, 2, 5).save(folder / "profile-paper")
     return folder
 
 
@@ -209,12 +192,12 @@ def shallow(tmp_path_factory):
     "name",
     [
         pytest.param(name, marks=pytest.mark.integration if name in QUICK else pytest.mark.slow)
-        for name in WHOLE_MODEL + SHALLOW_MODEL
+        for name in WHOLE_MODEL + SMALL_MODEL
     ],
 )
-def test_blocks_and_commands_of_a_page_run(name, shallow):
-    if name in SHALLOW_MODEL:  # a folder precedes the alias
-        Path("recall-tiny").symlink_to(shallow)
+def test_blocks_and_commands_of_a_page_run(name, small):
+    if name in SMALL_MODEL:  # a folder precedes the alias
+        Path("recall-tiny").symlink_to(small)
     printed = run(ROOT / "docs" / f"{name}.md")
     assert printed
     if name == "quickstart":
@@ -222,7 +205,7 @@ def test_blocks_and_commands_of_a_page_run(name, shallow):
 
 
 def test_no_page_with_something_to_run_is_left():
-    assert sorted(page.stem for page in SITE if steps(page)) == sorted(WHOLE_MODEL + SHALLOW_MODEL)
+    assert sorted(page.stem for page in SITE if steps(page)) == sorted(WHOLE_MODEL + SMALL_MODEL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
