@@ -111,10 +111,7 @@ def _check_core(case, seed, spread, data):
         np.testing.assert_array_equal(selected[row, head, :n].astype(bool), kept)
         for g in range(group):
             np.testing.assert_allclose(
-                output[row, :n, head * group + g],
-                oracle.attend(q[:, g], k, v, kept, config),
-                atol=exact,
-                rtol=exact,
+                output[row, :n, head * group + g], oracle.attend(q[:, g], k, v, kept, config), atol=exact, rtol=exact
             )
             np.testing.assert_allclose(
                 gamma[row, head * group + g, :n], oracle.dropped_mass(q[:, g], k, kept, config), atol=2e-5

@@ -230,10 +230,7 @@ WRONG_VALUES = [
     (lambda: encode(["x", "\ud800"]), r"texts\[1\] is not valid UTF-8 text"),
     (lambda: encode([[USER, {"role": "user"}]]), r"texts\[0\]\[1\] has no \['content'\]"),
     (lambda: encode([USER], None), r"texts\[0\] is a chat, but tiny has no chat template"),
-    (
-        lambda: encode(["x", [USER]], "{{ raise_exception('no\n dogs') }}"),
-        r"texts\[1\]: the chat template .* no dogs$",
-    ),
+    (lambda: encode(["x", [USER]], "{{ raise_exception('no\n dogs') }}"), r"texts\[1\]: the chat template .* no dogs$"),
     (lambda: encode([USER], "{% if %}"), "the chat template of tiny does not take this chat: .*Expected an expr"),
     (lambda: encode_appended(unread(), " ", 1, lambda row: []), r"prompts\[0\] is empty: at least one token"),
     (
@@ -276,10 +273,7 @@ WRONG_VALUES = [
         lambda: generate([1], lm(), context=context(kv="fp8")),
         "holds float8_e4m3fn and the cache of 'tiny' float32: .*with kv='fp8'",
     ),
-    (
-        lambda: refuse_unknown_method(),
-        "method 'tca', whose .*OfTheNextVersion is not known here: .* another version",
-    ),
+    (lambda: refuse_unknown_method(), "method 'tca', whose .*OfTheNextVersion is not known here: .* another version"),
 ]
 
 

@@ -14,9 +14,7 @@ from tca_jax.errors import UserError
 _MODEL_TYPES = ("tca_jax", "tca-jax")
 
 
-def lm_eval(
-    arguments: Annotated[list[str] | None, typer.Argument(help="lm_eval's own, as they are.")] = None,
-) -> None:
+def lm_eval(arguments: Annotated[list[str] | None, typer.Argument(help="lm_eval's own, as they are.")] = None) -> None:
     """Run lm-evaluation-harness on a model of this library (extra "lab").
 
     All arguments are those of lm_eval's own command line, where --model is tca_jax unless it is given; the model's go

@@ -37,9 +37,7 @@ app = typer.Typer(help="Draw budgets, kept tokens and results.", result_callback
 
 @app.command()
 def budgets(
-    profile: SavedProfileArgument,
-    tokens: ShareTokensOption = None,
-    out: PictureOption = Path("out/budgets.png"),
+    profile: SavedProfileArgument, tokens: ShareTokensOption = None, out: PictureOption = Path("out/budgets.png")
 ) -> Path:
     """Draw the share of a prompt that each KV head keeps; of predicted worth, an estimate.
 

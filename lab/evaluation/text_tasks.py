@@ -59,11 +59,7 @@ class TextTask:
             following, inside = score_answers(lm, documents, ends), score(lm, filled)
             each = zip(following.logprobs, inside.logprobs, inside.attended_share, strict=True)
             found += [
-                {
-                    "loss": float(-after.mean()),
-                    "loss_inside": float(-logprobs.mean()),
-                    "attended_share": float(share),
-                }
+                {"loss": float(-after.mean()), "loss_inside": float(-logprobs.mean()), "attended_share": float(share)}
                 for ((after,), logprobs, share), _ in zip(each, chosen, strict=False)
             ]
             report(len(chosen))

@@ -33,10 +33,7 @@ def lm_with(folder, chat_template=None):
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    return lm_with(
-        tmp_path_factory.mktemp("model"),
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-    )
+    return lm_with(tmp_path_factory.mktemp("model"), "{% for m in messages %}{{ m['content'] }}{% endfor %}")
 
 
 def encoder(tokenizer):

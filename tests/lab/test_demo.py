@@ -6,14 +6,7 @@ from pathlib import Path
 import pytest
 
 from tca_jax.lab import demo as demo_module
-from tca_jax.lab.demo import (
-    METHODS,
-    RECALL_TINY,
-    SMOLLM2,
-    choose_model,
-    open_model,
-    run_demo,
-)
+from tca_jax.lab.demo import METHODS, RECALL_TINY, SMOLLM2, choose_model, open_model, run_demo
 
 
 def test_smollm2_is_the_default_once_fetched(monkeypatch):

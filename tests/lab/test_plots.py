@@ -172,10 +172,7 @@ def test_commands_write_pictures(args, tmp_path):
         (("latency", "text.txt"), r"text.txt is not valid JSON"),
         (("selected", "model", "--file=text.txt", "--start=999"), r"^--start 999: must lie in \[0, "),
         (("selected", "missing", "--file=missing", "--out=new/map.jpg"), r"^--out new/map.jpg: pictures are PNG files"),
-        (
-            ("accuracy", "curves.json", "--protocol=early"),
-            r"curves.json: holds no accuracy of methods under protocol",
-        ),
+        (("accuracy", "curves.json", "--protocol=early"), r"curves.json: holds no accuracy of methods under protocol"),
     ],
     ids=str,
 )

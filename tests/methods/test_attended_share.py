@@ -23,11 +23,7 @@ CASES = {
     "streaming": ("streaming", {"sinks": 11, **GEOMETRY}, False),
     "tca, unequal rows": ("tca", {"candidates": [[0, 9]], "config": TCA}, False),
     "tca, dense": ("tca", {"candidates": DENSE, "config": TCA}, True),
-    "tca, all local": (
-        "tca",
-        {"candidates": 0, "config": tca_jax.TCAConfig(block_size=8, window=256)},
-        True,
-    ),
+    "tca, all local": ("tca", {"candidates": 0, "config": tca_jax.TCAConfig(block_size=8, window=256)}, True),
     "random": ("random", {"share": 0.4, **GEOMETRY}, False),
     "duoattention": ("duoattention", {"gates": [[0.9, 0.1]], "sinks": 3, **GEOMETRY}, False),
     "snapkv": ("snapkv", {"share": 0.3, "observation": 4, **GEOMETRY}, True),

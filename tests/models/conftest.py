@@ -24,11 +24,7 @@ ROPE_SCALING: dict[str, dict[str, Any] | None] = {
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
-    "qwen2": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-    },
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, "use_sliding_window": False},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False, "head_dim": 12},
 }
 

@@ -222,10 +222,7 @@ BAD = {
     "endless keys": (on_bytes(patched, 16, "Q", 2**60), "truncated or corrupt"),
     "endless array": (on_bytes(patched, "tokenizer.ggml.tokens", "Q", 2**40, 8), "truncated or corrupt"),
     "UTF-8": (on_bytes(lambda content: content.replace(b"llama.block", b"\xffllama.bloc")), "is not UTF-8"),
-    "value type": (
-        on_bytes(patched, "llama.block_count", "I", 77, 0),
-        "has the unknown value type 77",
-    ),
+    "value type": (on_bytes(patched, "llama.block_count", "I", 77, 0), "has the unknown value type 77"),
     "second key": (on_bytes(lambda x: x.replace(b"a.b", b"a.a"), **{"a.a": 1, "a.b": 1}), "a second key 'a.a'"),
     "alignment": (keyed("general.alignment", 24), "general.alignment = 24, must be a power of two"),
     "architecture": (lambda file: dataclasses.replace(file, arch="gemma3"), "architecture = 'gemma3' is not supported"),
@@ -234,10 +231,7 @@ BAD = {
     "heads by layer": (keyed(".attention.head_count", [4, 2]), "head_count = .*: must be an integer"),
     "experts": (keyed(".expert_count", 8), "llama.expert_count = 8: must be 0"),
     "partial RoPE": (keyed(".rope.dimension_count", 8), "rope.dimension_count = 8: must be the head size 16"),
-    "RoPE type": (
-        keyed(".rope.scaling.type", "longrope", **{FACTORS: None}),
-        "'longrope' is not supported",
-    ),
+    "RoPE type": (keyed(".rope.scaling.type", "longrope", **{FACTORS: None}), "'longrope' is not supported"),
     "two scalings": (keyed(".rope.scaling.factor", 4.0), f"'linear' is not supported: .*beside tensor '{FACTORS}'"),
     "RoPE factors": (with_tensor(FACTORS, 1.01 * llama3_factors(16, 500_000.0, 32.0)), f"'{FACTORS}' is not supported"),
     "no embedding": (with_tensor(EMBEDDING, None), f"tensor '{EMBEDDING}' is missing"),

@@ -17,14 +17,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import parameters
 from tca_jax.models.params import load_decoder, read_tensor, save_decoder
-from tca_jax.models.sharding import (
-    check_mesh,
-    inverse_orders,
-    mesh_of,
-    permute_heads,
-    shard_decoder,
-    spec_sharding,
-)
+from tca_jax.models.sharding import check_mesh, inverse_orders, mesh_of, permute_heads, shard_decoder, spec_sharding
 
 HEADS = {1: (4, 4), 4: (16, 4), 7: (28, 4)}  # group -> query heads, KV heads
 ORDERS = ((2, 0, 3, 1), (1, 3, 0, 2))

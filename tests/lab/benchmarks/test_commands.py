@@ -108,10 +108,7 @@ def test_what_cannot_run_is_refused_in_one_line(args, message, tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     "method",
-    [
-        Share(0.5).method(tca_jax.TCAConfig(window=128), 2),
-        methods.get("xattention", dense_tokens=0),
-    ],
+    [Share(0.5).method(tca_jax.TCAConfig(window=128), 2), methods.get("xattention", dense_tokens=0)],
     ids=["TCA", "xattention"],
 )
 def test_parts_of_a_layer_make_the_whole(method):

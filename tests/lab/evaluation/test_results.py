@@ -34,10 +34,7 @@ def results(tmp_path):
     [
         ({"seed": 1}, "seed = 0, this run has 1"),
         ({"kv_share": 0.25}, r"kv_share = null, this run has 0\.25"),
-        (
-            {"sources": {"words": {"digest": "2", "label": "theirs"}}},
-            'source words = {"digest": "1"',
-        ),
+        ({"sources": {"words": {"digest": "2", "label": "theirs"}}}, 'source words = {"digest": "1"'),
     ],
 )
 def test_other_configurations_are_refused(results, change, difference):
