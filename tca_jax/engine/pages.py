@@ -36,6 +36,14 @@ class Scored(NamedTuple):
     raised: Int32[Array, "layers R"]  # 1 where fewer tokens stay than the threshold says, for want of pages
 
 
+class Widths(NamedTuple):
+    """Entries of each head's table: for pages of kept tokens, of the window, and of means."""
+
+    kept: int
+    window: int
+    means: int
+
+
 class FreePages(NamedTuple):
     """Pages that programs may take, in order."""
 
@@ -132,6 +140,11 @@ class Rows(PerDevice):
     def columns(self) -> int:
         """Entries of the table for pages of kept tokens."""
         return self.pages.shape[-1] - self.window_pages
+
+    @property
+    def widths(self) -> Widths:
+        """Entries of the tables."""
+        return Widths(self.columns, self.window_pages, 0 if self.scored is None else self.scored.pages.shape[-1])
 
     @property
     def num_bytes(self) -> int:
@@ -397,26 +410,25 @@ class Rows(PerDevice):
         changed: dict[str, Any] = {"k": wider(self.k), "v": wider(self.v), "pages": named(self.pages)}
         return dataclasses.replace(self, **changed, free=free, scored=scored)
 
-    def with_columns(self, columns: int, window_pages: int, mean_pages: int) -> Rows:
-        """The same rows under tables of at least these numbers of entries."""
-        more = max(0, columns - self.columns), max(0, window_pages - self.window_pages)
+    def with_widths(self, widths: Widths) -> Rows:
+        """The same rows, on the host or on devices, under tables of at least these numbers of entries."""
+        on: Any = np if isinstance(self.pages, np.ndarray) else jnp
+        more = Widths(*(max(0, wanted - own) for wanted, own in zip(widths, self.widths, strict=True)))
 
-        def wider(x: Array, count: int, fill: float) -> Array:
-            return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, count)), constant_values=fill)
+        def wider(x: Any, count: int, fill: float) -> Any:
+            return on.pad(x, (*((0, 0),) * (x.ndim - 1), (0, count)), constant_values=fill)
 
-        kept, window = jnp.split(self.pages, [self.columns], axis=-1)
-        parts = [wider(x, count, self.num_pages) for x, count in zip((kept, window), more, strict=True)]
-        scored = self.scored
+        none, b, scored = self.num_pages, self.page_size, self.scored
+        kept, window = self.pages[..., : self.columns], self.pages[..., self.columns :]
+        pages = on.concatenate([wider(kept, more.kept, none), wider(window, more.window, none)], axis=-1)
         if scored is not None:
-            means = max(0, mean_pages - scored.pages.shape[-1])
             scored = Scored(
-                wider(scored.scores, more[1] * self.page_size, -jnp.inf),
-                wider(scored.pages, means, self.num_pages),
-                wider(scored.bias, means * self.page_size, MASKED),
+                wider(scored.scores, more.window * b, -np.inf),
+                wider(scored.pages, more.means, none),
+                wider(scored.bias, more.means * b, MASKED),
                 scored.raised,
             )
-        pages = jnp.concatenate(parts, axis=-1)
-        return dataclasses.replace(self, pages=pages, scored=scored, window_pages=self.window_pages + more[1])
+        return dataclasses.replace(self, pages=pages, scored=scored, window_pages=self.window_pages + more.window)
 
     def forked(self, source: Int[Array, " N"], most: Int[Array, " N"]) -> Rows:
         """Rows that continue these: they share full pages and have copies of the others.

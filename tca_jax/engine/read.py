@@ -33,7 +33,7 @@ from tca_jax.engine.mesh import (
     on_host,
     rows_of_device,
 )
-from tca_jax.engine.pages import Rows
+from tca_jax.engine.pages import Rows, Widths
 from tca_jax.errors import UserError
 from tca_jax.methods.base import (
     Attended,
@@ -58,20 +58,25 @@ from tca_jax.programs import Program
 
 def empty_rows(lm: LM, layout: CacheLayout, more_pages: int = 0) -> Rows:
     """Empty rows of a layout; on a mesh, those of one device."""
-    policy = lm.method.cache
-    means = mean_columns(policy, layout.most_tokens) if isinstance(policy, ScoredCache) else None
+    widths = widths_of(lm, layout)
     return Rows.create(
         layout.num_layers,
         layout.batch,
         layout.num_kv_heads,
         pages=num_pages(lm, layout) + more_pages,
-        columns=shared_size(max(layout.kept_columns)),
-        window_pages=layout.table_window,
-        mean_pages=means,
+        columns=widths.kept,
+        window_pages=widths.window,
+        mean_pages=widths.means if isinstance(lm.method.cache, ScoredCache) else None,
         page_size=layout.block_size,
         head_dim=lm.config.head_dim,
         dtype=lm.cache_dtype,
     )
+
+
+def widths_of(lm: LM, layout: CacheLayout) -> Widths:
+    """Entries of tables for rows of a layout."""
+    means = mean_columns(lm.method.cache, layout.most_tokens)
+    return Widths(shared_size(max(layout.kept_columns)), layout.table_window, means)
 
 
 def mean_columns(policy: CachePolicy, tokens: int) -> int:
@@ -468,12 +473,18 @@ def compacted(lm: LM, rows: Rows, calls: Calls) -> Rows:
 
 
 def _fork(
-    lm: LM, pool: Rows, table: Rows, source: Int[Array, " R"], most: Int[Array, " R"], *, sizes: tuple[int, ...]
+    lm: LM,
+    pool: Rows,
+    table: Rows,
+    source: Int[Array, " R"],
+    most: Int[Array, " R"],
+    *,
+    more_pages: int,
+    widths: Widths,
 ) -> Rows:
-    more_pages, columns, window_pages, means = sizes
     rows = dataclasses.replace(table, k=pool.k, v=pool.v)
     rows = rows.with_pages(more_pages) if more_pages else rows
-    return rows.with_columns(columns, window_pages, means).forked(source, most)
+    return rows.with_widths(widths).forked(source, most)
 
 
 _FORKED: tuple[Any, ...] = (CACHES, CACHES, ROWS, ROWS)
@@ -496,14 +507,13 @@ def fork(
     of_device = rows_of_device(lm, len(most), "rows")
     layout = lm.cache_layout(of_device, prompt_tokens, fed_tokens)
     pages = 0 if private else pages_of_forks(lm, of_device, prompt_tokens, fed_tokens)
-    means = mean_columns(lm.method.cache, layout.most_tokens)
-    sizes = pages, shared_size(max(layout.kept_columns)), layout.table_window, means
+    static: dict[str, Any] = {"more_pages": pages, "widths": widths_of(lm, layout)}
     source = jnp.tile(jnp.repeat(jnp.arange(of_device // times), times), len(most) // of_device)
     program = _fork_in_place_program if private else _fork_program
     no_pool: dict[str, Any] = {"k": None, "v": None}
     nothing: dict[str, Any] = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
     pool, table = dataclasses.replace(rows, **nothing), dataclasses.replace(rows, **no_pool)
-    return calls(program, lm.without_weights(), pool, table, source, most, sizes=sizes)
+    return calls(program, lm.without_weights(), pool, table, source, most, **static)
 
 
 def require_finite(

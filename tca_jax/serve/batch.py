@@ -16,16 +16,17 @@ from tca_jax.engine.decode import DecodingState
 from tca_jax.engine.extend import align, feed, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.pages import Rows
+from tca_jax.engine.pages import FreePages, Rows, Widths
 from tca_jax.engine.prompts import bucket_length
-from tca_jax.engine.read import Calls, pages_of_forks
+from tca_jax.engine.read import Calls, mean_columns, pages_of_forks
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.serve import pages
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import Document
-from tca_jax.serve.pages import PagePool, Widths, bare
+from tca_jax.serve.pages import PagePool, bare
 from tca_jax.serve.streams import Stream
 
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
@@ -38,14 +39,13 @@ _OFF = {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0, "rep
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """Tokens after a document, and then an answer, or a longer document."""
+    """Tokens after a document, and their answer."""
 
-    stream: Stream  # of the answer; not read where there is a `target`
-    document: Document  # that it continues
-    new: list[int]  # tokens that are fed after the document
+    stream: Stream
+    parent: Document  # that it continues
+    new: list[int]  # tokens that are fed after it
     sample: int = 0  # of several answers
     mask: Mask | None = None  # of the answer's tokens
-    target: Document | None = None  # that document and new tokens become; None for an answer
     fed: int = 0  # of `new`
     slot: int | None = None  # row of the batch; None until it begins
     reserved: int = 0  # pages of its own, at most
@@ -54,19 +54,18 @@ class Request:
     streamed: int = 0  # tokens of the answer that were handed out
     scheduled: int = 0  # tokens of the answer after all dispatched steps
     allowed: UInt8[np.ndarray, " W"] | None = None  # packed mask of the next token; None for all tokens
-    pins: bool = False  # whether it keeps its document where it is
-    arrival: int = 0  # order among all requests
-    needed_pages: int = 0  # that `target` was found to need beside the document's
+    pins: bool = False  # whether it is a user of its parent, which then stays where it is
+    arrival: int = 0  # order among all requests, and documents to be read
 
     @property
     def max_new_tokens(self) -> int:
         """Most tokens of the answer."""
-        return 0 if self.target is not None else self.stream.config.max_new_tokens
+        return self.stream.config.max_new_tokens
 
     @property
     def tokens(self) -> list[int]:
         """Tokens of the row before the answer."""
-        return self.document.tokens + self.new
+        return self.parent.tokens + self.new
 
     @property
     def own_tokens(self) -> int:
@@ -86,7 +85,7 @@ class Batch:
         self._program_lm, self._bare_lm = lm.for_programs(), lm.without_weights()
         self.own_pages = functools.lru_cache(maxsize=256)(self._own_pages)
         self.rows: list[Request | None] = [None] * max(2, max_rows)  # a single row is written without looking
-        self._widths = Widths.of_row(self._bare_lm, 0, 1)
+        self._widths = self._widths_of(0, 1)
         self._bounded = lm.method.cache.window < UNBOUNDED
         self._step_programs: dict[Any, list[Callable[..., Any]]] = {}
         #: Dispatched steps in their order: the packed output, and the rows.
@@ -138,17 +137,21 @@ class Batch:
 
     def begin(self, request: Request, slot: int) -> None:
         """Gives a request a row that continues its document; the caller has checked that there are pages for it."""
-        document, pool = request.document, self._pool
-        table: Any = document.table
-        count, kept = self.own_pages(len(document.tokens), request.own_tokens)
-        most = len(document.tokens) + request.own_tokens
-        self._widen(Widths.of_row(self._lm, table.columns + kept, most), Widths.of(table))
+        count, _ = self.own_pages(len(request.parent.tokens), request.own_tokens)
         live = np.asarray([each is not None for each in self.rows])
-        pool.reserved += count
+        self._pool.reserved += count
         request.reserved, request.slot, self.rows[slot] = count, slot, request
-        given = pool.lend(self._state.cache), pool.of_answers, live, pool.on_device(pool.widened(table, self._widths))
-        size = np.int32(slot), np.asarray([most], np.int32)
-        self._set_cache(pool.take_back(pages.begin.run(self._bare_lm, *given, *size)))
+        self._set_cache(pages.refresh.run(self._bare_lm, self._state.cache, self._pool.of_answers, live))
+        self._put(request, self.fork(request.parent, request.own_tokens, self._state.cache.free))
+
+    def fork(self, document: Document, own_tokens: int, free: FreePages) -> Rows:
+        """The table of a row that continues a document on free pages."""
+        pool, most = self._pool, len(document.tokens) + own_tokens
+        table: Any = document.table
+        _, kept = self.own_pages(len(document.tokens), own_tokens)
+        self._widen(self._widths_of(table.columns + kept, most), table.widths)
+        given = pool.lend(None, free), pool.on_device(pool.widened(table, self._widths)), np.asarray([most], np.int32)
+        return pool.take_back(pages.fork.run(self._bare_lm, *given))
 
     def end(self, request: Request) -> None:
         """Gives back the row and the pages of a request; nothing where it has none."""
@@ -165,21 +168,31 @@ class Batch:
     def _set_cache(self, cache: Rows) -> None:
         self._state = dataclasses.replace(self._state, cache=cache)
 
-    def feed(self, request: Request) -> None:
-        """Feeds a piece of a request's tokens, after the row's begin."""
-        b, held, slot = self._pool.block_size, len(request.document.tokens) + request.fed, request.slot
-        piece = request.new[request.fed : request.fed + _PIECE_TOKENS - held % b]
-        if not piece:
-            request.logits = request.document.logits
+    def _put(self, request: Request, row: Rows) -> None:
+        slot: Any = request.slot
+        self._set_cache(pages.put.run(self._bare_lm, bare(self._state.cache), row, np.int32(slot)))
+
+    def feed_next(self, request: Request) -> None:
+        """Feeds a piece of a request's tokens."""
+        if not request.new:
+            request.logits = request.parent.logits
             return
-        starts, columns = np.asarray([held], np.int32), num_columns(held % b + len(piece), b)
-        tokens = align(np.asarray([piece], np.int32), starts, block_size=b, columns=columns)
-        given = jnp.asarray(tokens), jnp.asarray(starts), jnp.asarray([len(piece)], jnp.int32), self._calls
-        rows = self._pool.lend(self.row_of(request), self._state.cache.free)
-        fed = feed(self._program_lm, rows, *given, backend=self._backend)
-        row, request.logits = self._pool.take_back(fed.rows), fed.logits
-        self._set_cache(pages.put.run(self._bare_lm, bare(self._state.cache), row, np.int32(slot or 0)))
-        request.fed += len(piece)
+        row = dataclasses.replace(self.row_of(request), free=self._state.cache.free)
+        row, request.logits, count = self.feed(
+            row, request.new[request.fed :], len(request.parent.tokens) + request.fed
+        )
+        self._put(request, row)
+        request.fed += count
+
+    def feed(self, table: Rows, tokens: list[int], held: int) -> tuple[Rows, jax.Array, int]:
+        """Feeds a piece of tokens to a row of `held` tokens. Returns its table, the logits after it, and its size."""
+        b = self._pool.block_size
+        piece, starts = tokens[: _PIECE_TOKENS - held % b], np.asarray([held], np.int32)
+        columns = num_columns(held % b + len(piece), b)
+        aligned = align(np.asarray([piece], np.int32), starts, block_size=b, columns=columns)
+        given = jnp.asarray(aligned), jnp.asarray(starts), jnp.asarray([len(piece)], jnp.int32), self._calls
+        fed = feed(self._program_lm, self._pool.lend(table), *given, backend=self._backend)
+        return self._pool.take_back(fed.rows), fed.logits, len(piece)
 
     def admit(self, request: Request) -> None:
         """Draws the first token of a request's answer."""
@@ -248,14 +261,14 @@ class Batch:
 
     def _leaves(self, request: Request) -> bool:
         """Whether a block leaves the window of a row at its next step."""
-        position = len(request.document.tokens) + len(request.new) + request.scheduled - 1
+        position = len(request.parent.tokens) + len(request.new) + request.scheduled - 1
         return self._bounded and position - request.start >= self._widths.window * self._pool.block_size
 
     def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any], evicts: bool) -> Callable[..., Any]:
         """The program of these arguments, keyed by the few shapes that change: comparing all is as slow as a step."""
         state = arguments[0]
         top = None if state.top is None else state.top[0].shape
-        key = Widths.of(state.cache), state.seen is None, top, state.stop_tokens.shape
+        key = state.cache.widths, state.seen is None, top, state.stop_tokens.shape
         if key not in self._step_programs:
             if len(self._step_programs) == _MAX_STEP_PROGRAMS:
                 self._step_programs.clear()
@@ -293,12 +306,18 @@ class Batch:
                 allowed[row] = request.allowed
         return allowed
 
-    def _widen(self, own: Widths, document: Widths) -> None:
+    def _widths_of(self, kept: int, tokens: int) -> Widths:
+        """Entries of the table of a row of `tokens` tokens with `kept` pages of kept ones."""
+        policy, sizes = self._lm.method.cache, [kept, 0, mean_columns(self._lm.method.cache, tokens)]
+        bounded = policy.window < UNBOUNDED
+        sizes[1] = policy.window // policy.block_size + 1 if bounded else cdiv(tokens, policy.block_size)
+        kept, window, means = (bucket_length(width, _MIN_WIDTH) if width else 0 for width in sizes)
+        return Widths(kept, sizes[1] if bounded else window, means)
+
+    def _widen(self, *wanted: Widths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""
-        kept, window, means = (bucket_length(width, _MIN_WIDTH) if width else 0 for width in own)
-        wanted = Widths(kept, own.window if self._bounded else window, means)
-        self._widths = Widths(*map(max, wanted, document, self._widths))
-        if self._widths != Widths.of(cache := self._state.cache):
+        self._widths = Widths(*map(max, self._widths, *wanted))
+        if self._widths != (cache := self._state.cache).widths:
             self._set_cache(pages.widen.run(self._bare_lm, cache, widths=self._widths, pages=self._pool.total))
 
     def _sampling(self, requests: Sequence[Request | None]) -> Sampling:

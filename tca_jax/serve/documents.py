@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +48,7 @@ class Document:
     tokens: list[int]
     parts: tuple[int, ...]  # tokens of the first prefill, and of each append
     named: bool = True  # requested by a user; others are copies of prompts that can be sent again, and go first
-    state: State = "waiting"  # "waiting": to be read; "moving": to the device
+    parent: Document | None = None  # that it continues, until it is read
     stored: bool = False  # on disk, where a restart finds it
     num_bytes: int = 0  # of its keys and values, on all devices; 0 until it was read
     attended_share: float | None = None  # see `tca_jax.Stats`; None until it is read
@@ -57,11 +57,24 @@ class Document:
     table: Rows | None = None  # of one row, on the host, without pool; None until it was read
     pages: Numbers | None = None  # that the table names, in the order of `chunks`; None until it was read
     here: bool = False  # whether it has these pages on the device
+    moving: bool = False  # whether its keys and values are on their way there
     chunks: list[Rows] | None = None  # its keys and values in host memory; None where they are not there
     logits: np.ndarray | None = None  # of the token after it, float32 [1, V]; not of named ones
-    storing: Future[None] | None = None  # done when it is on disk, or failed; None if it need not be stored
+    storing: bool = False  # whether it is to be stored
+    unstored: BaseException | None = None  # why it could not be stored
+    loading: Future[Context] | None = None  # from disk
     arrival: int = 0  # order among all requests
-    users: int = 0  # rows and admitted requests that need its pages
+    users: int = 0  # requests, and documents to be read, that need its pages
+    pins: bool = False  # whether it is a user of its parent
+
+    @property
+    def state(self) -> State:
+        """Where it is. "waiting": to be read; "moving": to the device."""
+        if self.error is not None:
+            return "failed"
+        if self.here:
+            return "moving" if self.moving else "device"
+        return "host" if self.chunks is not None else "disk" if self.stored else "waiting"
 
     @property
     def num_pages(self) -> int:
@@ -71,15 +84,14 @@ class Document:
     @property
     def problem(self) -> BaseException | None:
         """Why it could not be read, or could not be stored."""
-        storing = self.storing
-        return self.error or (storing.exception() if storing is not None and storing.done() else None)
+        return self.error or self.unstored
 
 
 class Documents:
     """All documents of an engine, and their pages. Only the engine's thread changes it.
 
-    `lost` are documents without a copy, to be read again. `failures` are documents that could not be moved to the
-    device, with the error. The caller takes both out.
+    `unread` are documents to be read, maybe once more. `failures` are documents that could not be moved to the device,
+    with the error; the caller takes them out.
     """
 
     def __init__(self, lm: LM, pool: PagePool, host_bytes: int, storage: Storage | None) -> None:
@@ -87,7 +99,8 @@ class Documents:
         self._host_bytes, self._storage = host_bytes, storage
         self._chunk = max(1, min(pool.documents, _CHUNK_BYTES * pool.devices // pool.page_bytes))
         self._arriving: list[tuple[Document, Numbers, Rows]] = []  # chunks on their way to the device
-        self.lost: list[Document] = []
+        self._loading: list[Document] = []  # from disk
+        self.unread: list[Document] = []
         self.failures: list[tuple[Document, Exception]] = []
         self._unstored: collections.deque[Document] = collections.deque()
         self._writing: tuple[Document, Future[None]] | None = None
@@ -108,6 +121,32 @@ class Documents:
         found = self.by_id.get(id_)
         return None if found is None or found.state == "failed" else found
 
+    def to_be_read(self) -> list[Document]:
+        """Documents to be read. Those that are wanted no more are dropped."""
+        for document in self.unread:
+            if not (document.named or document.users):
+                self.drop(document)
+        self.unread = [each for each in self.unread if each.state == "waiting"]
+        return self.unread
+
+    def add(self, document: Document) -> None:
+        """Adds a document to be read."""
+        self.by_id[document.id] = document
+        self.unread.append(document)
+
+    def parent_of(self, document: Document) -> Document | None:
+        """The document that one of several parts continues, which is read first if it is not there."""
+        *before, last = document.parts
+        if document.parent is None and before:
+            tokens, parts = document.tokens[:-last], tuple(before)
+            ids = [self.id_of(tokens, parts, named=named) for named in (True, False)]
+            document.parent = self.usable(ids[0]) or self.usable(ids[1])
+            if document.parent is None:
+                document.parent = Document(ids[1], tokens, parts, named=False, arrival=document.arrival)
+                pin(document)
+                self.add(document.parent)
+        return document.parent
+
     def all(self) -> list[Document]:
         """All of them, least recently used first."""
         return list(self.by_id.values())
@@ -115,29 +154,30 @@ class Documents:
     def forget(self, document: Document) -> None:
         """Drops an unused document, also on disk. OSError if it cannot be removed there; it stays then."""
         if self._storage is not None:
-            _settle(document.storing, _gone_error(document))  # it is not published from now on
+            document.storing = False  # it is not published from now on
             self._storage.remove(document)
         self.drop(document)
 
     def drop(self, document: Document) -> None:
         """Drops it from memory, and its name."""
-        self.fail(document, _gone_error(document))
+        self.fail(document, UserError(f"document {document.id!r} is no longer there"))
         if self.by_id.get(document.id) is document:
             del self.by_id[document.id]
 
     def fail(self, document: Document, error: Exception) -> None:
         """Marks a document as failed. Its pages are freed; a named one stays listed."""
+        document.error = error
         self._release(document)
-        document.chunks = None
-        document.error, document.state = error, "failed"
-        _settle(document.storing, error)
+        unpin(document)
+        document.chunks = document.parent = None
+        document.storing = False
         if not document.named and self.by_id.get(document.id) is document:
             del self.by_id[document.id]
 
     def _release(self, document: Document) -> None:
         if document.here and document.pages is not None:
             self.pool.allocator.release(document.pages)
-        document.here = False
+        document.here = document.moving = False
 
     # The device
 
@@ -153,21 +193,13 @@ class Documents:
                     self._gone(document)
         return self.pool.allocator.free >= pages
 
-    def would_have_room(self, pages: int) -> bool:
-        """Whether `pages` would be free once the documents in use are not; shared pages count twice."""
+    def may_leave(self, own: Document | None) -> bool:
+        """Whether a document may leave the device later: it has other users than that of `own`, or is being stored."""
         here = [each for each in self.all() if each.here]
-        memory = self._host_bytes - sum(each.num_bytes for each in self.all() if each.chunks is not None)
-        free = self.pool.allocator.free
-        for document in here:
-            if document.named and document.chunks is None and not document.stored:
-                memory -= document.num_bytes
-                if memory < 0:
-                    continue
-            free += document.num_pages
-        return free >= pages and any(each.users for each in here)
+        return any(each.moving or each.storing or each.users > (each is own) for each in here)
 
     def renew(self) -> None:
-        """Replaces the pool that a failed program has consumed; documents without another copy are `lost`."""
+        """Replaces the pool that a failed program has consumed; documents without another copy are read again."""
         self._arriving = []
         for document in self.all():
             if document.here:
@@ -179,48 +211,39 @@ class Documents:
         table = self.pool.exact(table)
         numbers = self.pool.named(table)
         self.pool.keep(numbers)
-        document.here = True
         self._entered(document, table, numbers, attended_share)
+        document.here = True  # last: who sees that waits for `storing`
 
-    def enter_row(self, document: Document, parent: Document, table: Rows) -> int:
-        """Enters a document of a row of the batch that continues its parent.
-
-        Returns 0, or the number of pages that must be free first.
-        """
+    def enter_row(self, document: Document, attended_share: float | None, table: Rows) -> bool:
+        """Enters a document of a row of the batch, unless it lacks pages to exchange for those of the row."""
         own, _ = self.pool.split(self.pool.named(self.pool.exact(table)))
-        needed, most = max(map(len, own)), self.pool.documents - parent.num_pages
-        require(
-            needed <= most,
-            f"a document of {len(document.tokens):,} tokens needs {needed:,} pages beside those of the one that it "
-            f"continues: the engine holds {most:,} more (pages)",
-        )
-        if not self.make_room(needed):
-            return needed
-        self.enter(document, table, parent.attended_share)
-        return 0
+        if not self.make_room(max(map(len, own))):
+            return False
+        self.enter(document, table, attended_share)
+        self.by_id[document.id] = document
+        return True
 
     def enter_context(self, document: Document, rows: Rows, attended_share: float) -> None:
         """Enters a document of a context of one row in host memory."""
-        table, numbers, document.chunks = _chunks_of(self.pool, rows, self._chunk)
+        table, numbers, chunks = _chunks_of(self.pool, rows, self._chunk)
         self._entered(document, table, numbers, attended_share)
+        document.chunks = chunks
 
     def _entered(self, document: Document, table: Rows, numbers: Numbers, attended_share: float | None) -> None:
         document.table, document.pages, document.attended_share = table, numbers, attended_share
         document.num_bytes = document.num_pages * self.pool.page_bytes
-        if document.stored:
-            _settle(document.storing, None)
-        elif self._storage is not None and document.named:
-            if document.storing is None or document.storing.done():
-                document.storing = Future()
+        unpin(document)
+        document.parent = None
+        if self._storage is not None and document.named and not document.stored:
+            document.storing, document.unstored = True, None
             self._unstored.append(document)
-        document.state = "device" if document.here else "host"  # last: who sees that waits for `storing`
 
     def _gone(self, document: Document) -> None:
-        """Frees the pages of a document on the device; without another copy it is `lost`."""
+        """Frees the pages of a document on the device; without another copy it is read again."""
         self._release(document)
-        document.state = "host" if document.chunks is not None else "disk" if document.stored else "waiting"
         if document.state == "waiting":
-            self.lost.append(document)
+            _log.warning("document %s is read again", document.id)
+            self.unread.append(document)
 
     # Host memory
 
@@ -243,7 +266,6 @@ class Documents:
             if other is not but and (other.state == "device" or other.stored):
                 free += other.num_bytes
                 other.chunks = None
-                other.state = other.state if other.here else "disk"
         return free >= 0
 
     def _copies(self, document: Document) -> list[Rows]:
@@ -256,15 +278,14 @@ class Documents:
         """Pages in chunks."""
         return [[own[i : i + self._chunk] for own in numbers] for i in range(0, max(map(len, numbers)), self._chunk)]
 
-    def bring(self, document: Document) -> bool:
-        """Starts to move a document from host memory to the device; false where there is no room."""
+    def bring(self, document: Document) -> None:
+        """Starts to move a document from host memory to the device, which has room for it."""
         table: Any = document.table
-        chunks: Any = document.chunks  # other documents may need its place in host memory now
+        chunks: Any = document.chunks
         old: Any = document.pages
-        if not self.make_room(document.num_pages):
-            return False
         new = self.pool.allocator.take(list(map(len, old)))
-        document.table, document.pages, document.here = self.pool.renumbered(table, old, new), new, True
+        document.table, document.pages = self.pool.renumbered(table, old, new), new
+        document.here = document.moving = True
         try:
             parts = zip(self._parts(new), chunks, strict=True)
             arriving = [(document, part, jax.tree.map(_to_device, chunk)) for part, chunk in parts]
@@ -272,16 +293,17 @@ class Documents:
             document.chunks = None  # it may be what is wrong
             self._gone(document)
             raise
-        document.state = "moving"
         self._arriving += arriving
         self._free_host(0)
-        return True
 
     def move(self) -> bool:
-        """Writes pages that have arrived to the pool; whether others are under way."""
+        """Enters documents that have come from disk, and pages that have come to the device; whether others are to."""
+        for document in [each for each in self._loading if each.loading is not None and each.loading.done()]:
+            self._loading.remove(document)
+            self._loaded(document)
         left: list[tuple[Document, Numbers, Rows]] = []
         for document, numbers, chunk in self._arriving:
-            if not document.here:  # it was forgotten, or has failed
+            if not document.moving:  # it was forgotten, or has failed
                 continue
             try:
                 if all(x.is_ready() for x in jax.tree.leaves(chunk)):
@@ -294,39 +316,35 @@ class Documents:
                 self._gone(document)
                 self.failures.append((document, error))
         for document in {each for each, *_ in self._arriving} - {each for each, *_ in left}:
-            document.state = "device" if document.here else document.state
-        self._arriving = [each for each in left if each[0].here]
-        return bool(self._arriving)
+            document.moving = False
+        self._arriving = [each for each in left if each[0].moving]
+        return bool(self._arriving or self._loading)
 
     # The disk
 
-    def load(self, document: Document) -> bool:
-        """Whether a document's pages are in host memory; if not, another thread reads them from disk."""
-        if document.chunks is None and self._storage is not None:
-            try:
-                context = self._storage.load(document.id)
-                if context is None:
-                    return False
-                context.require_made_by(self._lm)
-                require(context.token_ids() == document.tokens, "it holds other tokens")
-                self.enter_context(document, context.rows, float(np.asarray(context.attended_share)[0]))
-            except MemoryError:
-                raise
-            except Exception as error:
-                _log.warning("ignoring damaged document %s: %s", document.id, error)
-                document.stored = False
-                damaged = UserError(f"document {document.id!r} is damaged on disk; upload it again")
-                self.fail(document, damaged)
-                raise damaged from error
-            self._free_host(0, but=document)
-        needed, total = document.num_pages, self.pool.documents
-        require(needed <= total, f"document {document.id!r} has {needed:,} pages: the engine holds {total:,}")
-        return True
+    def load(self, document: Document) -> None:
+        """Has another thread read a document from disk to host memory."""
+        if self._storage is not None and document.loading is None:
+            document.loading = self._storage.load(document.id)
+            self._loading.append(document)
 
-    def load_only(self, ids: Collection[str]) -> None:
-        """Cancels the loading of other documents."""
-        if self._storage is not None:
-            self._storage.load_only(ids)
+    def _loaded(self, document: Document) -> None:
+        loading: Any = document.loading
+        document.loading = None
+        if document.state != "disk":  # it was forgotten
+            return
+        try:
+            context = loading.result()
+            context.require_made_by(self._lm)
+            require(context.token_ids() == document.tokens, "it holds other tokens")
+            self.enter_context(document, context.rows, float(np.asarray(context.attended_share)[0]))
+            self._free_host(0, but=document)
+        except MemoryError as error:
+            self.failures.append((document, error))
+        except Exception as error:
+            _log.warning("ignoring damaged document %s: %s", document.id, error)
+            document.stored = False
+            self.fail(document, UserError(f"document {document.id!r} is damaged on disk; upload it again"))
 
     def store(self) -> bool:
         """Starts to store the next document, one at a time (each needs a host copy); whether any is left."""
@@ -335,25 +353,23 @@ class Documents:
             self._writing = None
         while self._unstored and self._writing is None:
             document = self._unstored.popleft()
-            # A lost one is stored when it is read again.
-            if document.storing is None or document.storing.done() or document.state in ("waiting", "failed"):
+            if not document.storing or document.state == "waiting":  # it is stored when it is read again
                 continue
             try:
-                self._writing = document, self._write(document, document.storing)
+                as_now = copy.copy(document)  # another thread reads it, and it may move
+                as_now.chunks = document.chunks or self._copies(document)
+                make = functools.partial(_context_of, self._lm, self.pool, as_now)
+                storage: Any = self._storage
+                self._writing = document, storage.store(document, make)
             except Exception as error:
                 self._stored(document, error)
         return self._writing is not None
 
-    def _write(self, document: Document, storing: Future[None]) -> Future[None]:
-        storage: Any = self._storage
-        as_now = copy.copy(document)  # another thread reads it, and it may move
-        as_now.chunks = self._copies(document) if document.chunks is None else document.chunks
-        make = functools.partial(_context_of, self._lm, self.pool, as_now)
-        return storage.store(document, make, lambda: not storing.done())
-
     def _stored(self, document: Document, error: BaseException | None) -> None:
-        if _settle(document.storing, error) and error is not None:
-            _log.warning("document %s is not stored: %s", document.id, error)
+        if document.storing:  # else it was forgotten
+            document.stored, document.unstored, document.storing = error is None, error, False
+            if error is not None:
+                _log.warning("document %s is not stored: %s", document.id, error)
 
     def finish_storing(self) -> None:
         """Stores all documents that are not stored yet."""
@@ -376,7 +392,6 @@ class Storage:
         self._folder, self._max_bytes = folder, math.inf if max_bytes is None else max_bytes
         self._writer, self._reader = (ThreadPoolExecutor(1, f"tca-jax-{name}") for name in ("write", "read"))
         self._lock = threading.Lock()  # of entries
-        self._loading: tuple[str, Future[Context]] | None = None
 
     def documents(self) -> list[Document]:
         """Stored documents, oldest first. A damaged entry is skipped, with a line in the log."""
@@ -387,20 +402,20 @@ class Storage:
                 tokens = np.asarray(fields["tokens"], np.int32).tolist()
                 parts, created = tuple(fields["parts"]), float(fields["created"])
                 require(sum(parts) == len(tokens), "its parts are not its tokens")
-                found.append(Document(file.parent.name, tokens, parts, state="disk", stored=True, created=created))
+                found.append(Document(file.parent.name, tokens, parts, stored=True, created=created))
             except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
                 _log.warning("ignoring damaged document %s: %s", file.parent, error)
         return sorted(found, key=lambda document: document.created)
 
-    def store(self, document: Document, make: Callable[[], Context], wanted: Callable[[], bool]) -> Future[None]:
+    def store(self, document: Document, make: Callable[[], Context]) -> Future[None]:
         """Writes a document in another thread, which creates its context by `make`.
 
-        It is published only if it is `wanted` then. The future fails with an OSError where the folder is full.
+        It is published if it is still to be stored then. The future fails with an OSError where the folder is full.
         """
-        return self._writer.submit(self._write, document, make, wanted)
+        return self._writer.submit(self._write, document, make)
 
-    def _write(self, document: Document, make: Callable[[], Context], wanted: Callable[[], bool]) -> None:
-        folder, held = self._folder / document.id, 0
+    def _write(self, document: Document, make: Callable[[], Context]) -> None:
+        folder, held, published = self._folder / document.id, 0, False
         for file in self._folder.rglob("*"):
             with contextlib.suppress(FileNotFoundError):  # it has just been removed
                 held += file.stat().st_size
@@ -412,29 +427,17 @@ class Storage:
             make().save(folder / _CONTEXT)
             entry = {name: getattr(document, name) for name in ("tokens", "parts", "created")}
             with self._lock:
-                if wanted():
+                if document.storing:
                     with replacing(folder / _ENTRY) as file:
                         file.write_text(json.dumps(entry))
-                    document.stored = True
+                    published = True
         finally:
-            if not document.stored:
+            if not published:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def load(self, id_: str) -> Context | None:
-        """A stored document in host memory; None until another thread has read it. One is read at a time."""
-        if self._loading is None:
-            self._loading = id_, self._reader.submit(Context.load, self._folder / id_ / _CONTEXT)
-        name, loading = self._loading
-        if name != id_ or not loading.done():
-            return None
-        self._loading = None
-        return loading.result()
-
-    def load_only(self, ids: Collection[str]) -> None:
-        """Cancels the loading of another document than these."""
-        if self._loading is not None and self._loading[0] not in ids:
-            self._loading[1].cancel()
-            self._loading = None
+    def load(self, id_: str) -> Future[Context]:
+        """Reads a stored document to host memory, in another thread."""
+        return self._reader.submit(Context.load, self._folder / id_ / _CONTEXT)
 
     def remove(self, document: Document) -> None:
         """Removes a document at once; another thread frees its bytes. OSError if it cannot be removed."""
@@ -446,9 +449,8 @@ class Storage:
 
     def close(self) -> None:
         """Waits for documents that are being written."""
-        self.load_only(())
         self._writer.shutdown()
-        self._reader.shutdown()
+        self._reader.shutdown(cancel_futures=True)
 
 
 def _context_of(lm: LM, pool: PagePool, document: Document) -> Context:
@@ -497,19 +499,17 @@ def _chunks_of(pool: PagePool, rows: Rows, size: int) -> tuple[Rows, Numbers, li
     return pool.exact(pool.renumbered(table, named, numbers)), numbers, chunks
 
 
-def _gone_error(document: Document) -> UserError:
-    return UserError(f"document {document.id!r} is no longer there")
+def pin(user: Any) -> None:
+    """Keeps the parent of a request, or of a document to be read, where it is."""
+    user.parent.users += not user.pins
+    user.pins = True
 
 
-def _settle(storing: Future[None] | None, error: BaseException | None) -> bool:
-    """Completes a future, once; whether this call did."""
-    if storing is None or storing.done():
-        return False
-    if error is None:
-        storing.set_result(None)
-    else:
-        storing.set_exception(error)
-    return True
+def unpin(user: Any) -> None:
+    """Ends what `pin` has begun."""
+    if user.pins:
+        user.parent.users -= 1
+        user.pins = False
 
 
 def _to_device(x: Any) -> jax.Array:

@@ -247,13 +247,14 @@ class Engine(AbstractContextManager["Engine"]):
         """
         known = self.document(document)
         ids = self._appended(known, more, "more", 0)
-        self._scheduler.require_room(len(known.tokens), len(ids))
         tokens, parts = known.tokens + ids, (*known.parts, len(ids))
+        self._scheduler.require_pages(len(tokens), known)
         longer = Document(self._documents.id_of(tokens, parts), tokens, parts)
 
         def enter() -> str:
             if self._documents.usable(longer.id) is None:
-                self._scheduler.append(longer, self.document(document))
+                longer.parent = self.document(document)
+                self._scheduler.read(longer)
             return longer.id
 
         return self._loop.call(enter)
@@ -297,13 +298,13 @@ class Engine(AbstractContextManager["Engine"]):
         found, begin = self.document(document), time.monotonic()
         read = self._loop.wait_until(lambda: found.state != "waiting", timeout)
         require(read, f"document {document!r} has not been read within {timeout} seconds", TimeoutError)
-        if found.error is not None:
-            raise found.error
-        if stored and found.storing is not None:
-            try:
-                found.storing.result(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
-            except TimeoutError:
-                raise TimeoutError(f"document {document!r} has not been stored within {timeout} seconds") from None
+        if stored:
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
+            done = self._loop.wait_until(lambda: not found.storing, left)
+            require(done, f"document {document!r} has not been stored within {timeout} seconds", TimeoutError)
+        problem = found.problem if stored else found.error
+        if problem is not None:
+            raise problem
         return found
 
     # Questions

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,38 +18,19 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, UInt8
 from tca_jax.engine.decode import STATE, DecodingState, Steps, draw
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, part_of_device, place
-from tca_jax.engine.pages import Allocator, FreePages, Numbers, Rows
-from tca_jax.engine.read import mean_columns, page_bytes
+from tca_jax.engine.pages import Allocator, FreePages, Numbers, Rows, Widths
+from tca_jax.engine.read import page_bytes
 from tca_jax.engine.sampling import Sampling
-from tca_jax.methods.base import UNBOUNDED, ScoredCache
+from tca_jax.methods.base import ScoredCache
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
-from tca_jax.pallas_kernels.numerics import MASKED, cdiv
+from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.programs import Program
 
 #: Fields of `Rows` that a pool alone lacks.
 _NO_TABLE: Any = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
 _NO_TABLE |= {"window_pages": 0, "in_runs": False}
 _NO_POOL: Any = {"k": None, "v": None}
-
-
-class Widths(NamedTuple):
-    """Columns of a table: for pages of kept tokens, of the window, and of means."""
-
-    kept: int
-    window: int
-    means: int
-
-    @classmethod
-    def of(cls, table: Rows) -> Widths:
-        return cls(table.columns, table.window_pages, 0 if table.scored is None else table.scored.pages.shape[-1])
-
-    @classmethod
-    def of_row(cls, lm: LM, kept: int, tokens: int) -> Widths:
-        """Those of a row of `kept` pages of kept tokens and of `tokens` tokens."""
-        policy, bounded = lm.method.cache, lm.method.cache.window < UNBOUNDED
-        window = policy.window // policy.block_size + 1 if bounded else cdiv(tokens, policy.block_size)
-        return cls(kept, window, mean_columns(policy, tokens))
 
 
 class PagePool:
@@ -70,6 +51,7 @@ class PagePool:
         )
         for device, numbers in enumerate(self.allocator.take(answers)):
             self.of_answers[device, numbers] = True
+        self._no_bytes: Any = np.zeros((self.total, self.block_size, 0))  # the pool's size, for tables of the host
         self.arrays: Any = None
         self.renew()
 
@@ -129,23 +111,8 @@ class PagePool:
         return dataclasses.replace(table, pages=pages.astype(np.int32))
 
     def widened(self, table: Rows, widths: Widths) -> Rows:
-        """A table of the host with these numbers of columns, so that documents of all lengths share programs."""
-
-        def wider(x: Any, count: int, fill: float) -> Any:
-            sides = (*((0, 0),) * (x.ndim - 1), (0, count - x.shape[-1]))
-            return np.pad(np.asarray(x), sides, constant_values=fill)
-
-        kept, window = np.split(np.asarray(table.pages), [table.columns], axis=-1)
-        pages: Any = [wider(kept, widths.kept, self.total), wider(window, widths.window, self.total)]
-        b, scored = self.block_size, table.scored
-        if scored is not None:
-            scored = scored._replace(
-                scores=wider(scored.scores, widths.window * b, -np.inf),
-                pages=wider(scored.pages, widths.means, self.total),
-                bias=wider(scored.bias, widths.means * b, MASKED),
-            )
-        pages = np.concatenate(pages, axis=-1)
-        return dataclasses.replace(table, pages=pages, scored=scored, window_pages=widths.window)
+        """A table of the host with these numbers of entries, so that documents of all lengths share programs."""
+        return bare(dataclasses.replace(table, k=self._no_bytes).with_widths(widths))
 
     def named(self, table: Rows, none: int | None = None) -> Numbers:
         """Pages that a table of the host names, on each device; numbers from `none` on are no pages."""
@@ -242,30 +209,29 @@ def _row_axis(x: Array) -> int:
 
 
 def _widen(lm: LM, table: Rows, *, widths: Widths, pages: int) -> Rows:
-    no_pool = jnp.zeros((pages, lm.method.cache.block_size, 0))
-    wide = dataclasses.replace(table, k=no_pool, v=no_pool).with_columns(*widths)
-    return dataclasses.replace(wide, **_NO_POOL)
+    no_bytes: Any = jnp.zeros((pages, lm.method.cache.block_size, 0))
+    return dataclasses.replace(dataclasses.replace(table, k=no_bytes).with_widths(widths), k=None)
 
 
-def _begin(
+def _refresh(
     lm: LM,
-    cache: Rows,
+    table: Rows,
     of_answers: Bool[Array, "devices P"],
     live: Bool[Array, " R"],  # rows of requests
-    document: Rows,  # a table of one row
-    row: Int[Array, ""],
-    most: Int[Array, " 1"],
 ) -> Rows:
-    """The cache with a row that continues a document, and will have `most` tokens. Pages that no row names are free."""
-    tables = [cache.pages] if cache.scored is None else [cache.pages, cache.scored.pages]
-    named = jnp.zeros(cache.num_pages + 1, bool)
-    for table in tables:
-        named = named.at[jnp.where(live[:, None, None], table, cache.num_pages)].set(True)
+    """The table, whose free pages are those of answers that no row of a request names."""
     own = of_answers[0] if lm.head_shards is None else part_of_device(of_answers)
-    numbers = jnp.flatnonzero(own & ~named[:-1], size=len(cache.free.numbers), fill_value=cache.num_pages)
-    free = FreePages(numbers.astype(jnp.int32), jnp.int32(0))
-    one = dataclasses.replace(document, k=cache.k, v=cache.v, free=free).forked(jnp.zeros(1, jnp.int32), most)
-    return dataclasses.replace(_put(lm, bare(cache), one, row), k=one.k, v=one.v)
+    named = jnp.zeros(len(own) + 1, bool)
+    for each in [table.pages] if table.scored is None else [table.pages, table.scored.pages]:
+        named = named.at[jnp.where(live[:, None, None], each, len(own))].set(True)
+    numbers = jnp.flatnonzero(own & ~named[:-1], size=len(table.free.numbers), fill_value=len(own))
+    return dataclasses.replace(table, free=FreePages(numbers.astype(jnp.int32), jnp.int32(0)))
+
+
+def _fork(lm: LM, pool: Rows, document: Rows, most: Int[Array, " 1"]) -> Rows:
+    """A row that continues a document, on free pages of the pool, and will have `most` tokens."""
+    rows = dataclasses.replace(document, k=pool.k, v=pool.v, free=pool.free)
+    return rows.forked(jnp.zeros(1, jnp.int32), most)
 
 
 def _put(lm: LM, table: Rows, one: Rows, row: Int[Array, ""]) -> Rows:
@@ -337,7 +303,8 @@ empty_batch = Program(OverMesh(_empty_batch, (), STATE))
 place_pages = Program(OverMesh(_place, (CACHES, CACHES), CACHES), donate=(1,))
 fetch_pages = Program(OverMesh(_fetch, (CACHES,), CACHES))
 widen = Program(OverMesh(_widen, (CACHES,), CACHES))
-begin = Program(OverMesh(_begin, (CACHES, SAME, SAME, CACHES, SAME, SAME), CACHES), donate=(1,))
+refresh = Program(OverMesh(_refresh, (CACHES, SAME, SAME), CACHES), donate=(1,))
+fork = Program(OverMesh(_fork, (CACHES, CACHES, SAME), CACHES), donate=(1,))
 put = Program(OverMesh(_put, (CACHES, CACHES, SAME), CACHES), donate=(1,))
 admit = Program(OverMesh(_admit, (STATE, SAME, SAME, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
 step = Program(OverMesh(_step, (STATE, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))

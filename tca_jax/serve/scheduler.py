@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -18,20 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from tca_jax.engine import read
-from tca_jax.engine.cache import CacheLayout
-from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.pages import Numbers, Rows
 from tca_jax.engine.prompts import bucket_length, pad_tokens
-from tca_jax.errors import UserError, require
+from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import results_of, shapes_of
 from tca_jax.serve import pages
 from tca_jax.serve.batch import Batch, Request, is_intact
 from tca_jax.serve.constraints import packed_mask
-from tca_jax.serve.documents import Document, Documents
-from tca_jax.serve.pages import Widths, bare, row_of
+from tca_jax.serve.documents import Document, Documents, pin, unpin
+from tca_jax.serve.pages import bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # longer prompts are read alone
@@ -46,24 +42,24 @@ _log = logging.getLogger(__name__)
 class Scheduler:
     """The rounds of the engine's thread. Other threads call `require_pages` and `require_room` alone.
 
-    Requests get pages in order of arrival: after one that waits for pages, none takes any, unless it already pins its
-    document, which only its end unpins. So each request that waits comes to its turn.
+    Documents to be read, and requests, get pages in order of arrival: after one that waits for pages of documents none
+    takes any, unless it pins its parent already, which only its end unpins. So each of them comes to its turn.
     """
 
     def __init__(self, lm: LM, documents: Documents, max_rows: int, backend: Backend) -> None:
         self._lm, self._documents, self._pool = lm, documents, documents.pool
         self._batch = Batch(lm, documents.pool, max_rows, backend)
-        self._prefiller = Prefiller(lm, documents, backend, self._recover)
+        self._prefiller = Prefiller(lm, documents, self._batch, backend)
         self._waiting: list[Request] = []
         self._arrivals = itertools.count()
-        self._answers_blocked = False  # a request waits for a row, or for pages of answers
-        self._first_blocked = math.inf  # arrival of the first request that waits for pages of documents
+        self._no_pages = False  # one that waits for pages of documents comes first
+        self._no_rows = False  # one that waits for a row, or for pages of answers, comes first
 
     # What other threads call
 
-    def require_pages(self, tokens: int) -> None:
-        """Raises ValueError if a document can never be held."""
-        needed, total = read.num_pages(self._lm, self._lm.cache_layout(1, bucket_length(tokens))), self._pool.documents
+    def require_pages(self, tokens: int, parent: Document | None = None) -> None:
+        """Raises ValueError if a document of so many tokens, or of so many more, can never be held."""
+        needed, total = self._prefiller.num_pages(tokens, parent), self._pool.documents
         require(needed <= total, f"{tokens:,} tokens need {needed:,} pages: the engine holds {total:,} (pages)")
 
     def require_room(self, document_tokens: int, own_tokens: int) -> None:
@@ -80,25 +76,18 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be read or answered."""
-        return not (self._waiting or self._batch.requests) and self._prefiller.is_idle
+        return not (self._waiting or self._batch.requests or self._documents.to_be_read())
 
     def read(self, document: Document) -> None:
         """Adds a document to be read."""
         document.arrival = next(self._arrivals)
-        self._documents.by_id[document.id] = document
-        self._prefiller.add(document)
-
-    def append(self, target: Document, parent: Document) -> None:
-        """Adds a document that continues another one."""
-        stream, new = Stream(self._lm, GenerationConfig()), target.tokens[len(parent.tokens) :]
-        self._documents.by_id[target.id] = target
-        self.add(Request(stream, parent, new, target=target))
+        self._documents.add(document)
 
     def add(self, request: Request) -> None:
         """Adds a request."""
         request.arrival = next(self._arrivals)
-        if not request.document.named:
-            self._pin(request)
+        if not request.parent.named:
+            pin(request)
         self._waiting.append(request)
 
     def cancel(self, stream: Stream) -> None:
@@ -116,12 +105,19 @@ class Scheduler:
         under_way = documents.move()
         while documents.failures:
             document, error = documents.failures.pop(0)
-            for request in [each for each in self._waiting if each.document is document and each.slot is None]:
+            for request in [each for each in self._waiting if each.parent is document and each.slot is None]:
                 self._fail(request, error)
             self._recover(error)
         under_way |= documents.store()
-        worked = self._prefiller.read_on(self._first_blocked)
-        worked |= self._admit_requests()
+        worked, self._no_pages, self._no_rows = False, False, False
+        for each in sorted([*documents.to_be_read(), *self._waiting], key=lambda each: each.arrival):
+            with self._failing(each):
+                worked |= self._begin_reading(each) if isinstance(each, Document) else self._proceed(each)
+        try:
+            worked |= self._prefiller.read_on()
+        except Exception as error:
+            self._recover(error)
+            worked = True
         if self._batch.requests:
             worked = True
             try:
@@ -130,10 +126,7 @@ class Scheduler:
                 self._recover(error)
                 for request in self._batch.requests:
                     self._fail(request, error)
-        while documents.lost:
-            self._read_again(documents.lost.pop(0))
-            worked = True
-        return True if worked else None if under_way or self._waiting or not self._prefiller.is_idle else False
+        return True if worked else None if under_way or not self.is_idle else False
 
     def end(self, failure: Exception | None) -> None:
         """Ends all answers, and stores documents that are not stored yet."""
@@ -144,6 +137,22 @@ class Scheduler:
 
     # Errors
 
+    @contextlib.contextmanager
+    def _failing(self, concerned: Request | Document) -> Iterator[None]:
+        """Fails a request or a document, not the engine, with an error of the body."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(concerned, error)
+            self._recover(error)
+
+    def _fail(self, concerned: Request | Document, error: Exception) -> None:
+        if isinstance(concerned, Document):
+            self._documents.fail(concerned, error)
+        else:
+            self._give_back(concerned)
+            concerned.stream.end(error)
+
     def _recover(self, error: Exception) -> None:
         """Replaces the arrays that a failed program has consumed: rows of the batch fail, other requests restart."""
         pool = is_intact(self._pool.arrays)
@@ -153,130 +162,85 @@ class Scheduler:
         for request in self._batch.requests:
             self._fail(request, error)
         for request in self._waiting:
-            self._restart(request)
+            self._batch.end(request)
+            request.logits, request.fed = None, 0
+            if request.parent.named:
+                unpin(request)
         self._batch.restart()
         if not pool:
-            self._prefiller.restart()
+            self._prefiller.end()
             self._documents.renew()
-
-    def _restart(self, request: Request) -> None:
-        """Frees the pages of a request that is not in the batch; it waits again."""
-        self._batch.end(request)
-        request.logits, request.fed = None, 0
-        if request.document.named:
-            self._unpin(request)
-
-    @contextlib.contextmanager
-    def _failing(self, request: Request) -> Iterator[None]:
-        """Fails a request, not the engine, with an error of the body."""
-        try:
-            yield
-        except Exception as error:
-            self._fail(request, error)
-            self._recover(error)
-
-    def _read_again(self, document: Document) -> None:
-        """Reads a lost document again, in the same parts."""
-        documents = self._documents
-        if not (document.named or document.users):
-            documents.drop(document)
-            return
-        _log.warning("document %s is read again", document.id)
-        *before, last = document.parts
-        if not before:
-            self._prefiller.add(document, first=True)
-            return
-        tokens, parts = document.tokens[:-last], tuple(before)
-        ids = [documents.id_of(tokens, parts, named=named) for named in (True, False)]
-        if (parent := documents.usable(ids[0]) or documents.usable(ids[1])) is not None:
-            self.append(document, parent)
-            return
-        parent = Document(ids[1], tokens, parts, named=False)
-        self.append(document, parent)
-        documents.by_id[parent.id] = parent
-        self._read_again(parent)
 
     # Admission
 
-    def _admit_requests(self) -> bool:
-        """Feeds a piece of each request that can proceed; whether there was one."""
-        worked, self._answers_blocked, self._first_blocked = False, False, math.inf
-        self._documents.load_only({request.document.id for request in self._waiting})
-        for request in list(self._waiting):
-            with self._failing(request):
-                worked |= self._proceed(request)
-        return worked
+    def _begin_reading(self, document: Document) -> bool:
+        """Starts to read a document, and short ones with it; false without enough pages, and while others are read."""
+        if self._prefiller.current or (self._no_pages and not document.pins):
+            return False
+        if self._documents.parent_of(document) is not None and not self._reach(document):
+            return False
+        if document.parent is not None:
+            pin(document)
+        group = self._prefiller.group(document)
+        count = self._prefiller.num_pages(max(len(each.tokens) for each in group), document.parent, len(group))
+        if not self._has_room(document, count):
+            return False
+        self._prefiller.begin(group, count)
+        return True
 
     def _proceed(self, request: Request) -> bool:
-        if request.document.error is not None:
-            raise request.document.error
-        if request.needed_pages:  # later requests do not take the pages of its target
-            self._wait_for_room(request, request.needed_pages)
+        """Feeds a piece of a request; false where it waits."""
         if request.slot is None and not self._begin(request):
             return False
         if request.fed < len(request.new) or request.logits is None:
-            self._batch.feed(request)
-            if request.fed < len(request.new):
-                return True
-        if request.target is not None:
-            return self._become(request, request.target)
-        if self._update_mask(request):
+            self._batch.feed_next(request)
+        if request.fed == len(request.new) and self._update_mask(request):
             self._waiting.remove(request)
             self._batch.admit(request)
         return True
 
-    def _wait_for_room(self, request: Request, count: int) -> None:
-        """Blocks later requests if `count` pages can become free when others end."""
-        if self._documents.would_have_room(count):
-            self._first_blocked = min(self._first_blocked, request.arrival)
-
     def _begin(self, request: Request) -> bool:
         """Gives a request a row; false before its document is on the device, and without enough pages or a free row."""
-        document, documents = request.document, self._documents
-        if not request.pins and request.arrival > min(self._first_blocked, self._prefiller.waits):
+        if (self._no_pages and not request.pins) or not self._reach(request):
             return False
-        if document.state in ("host", "disk") and documents.load(document):
-            if documents.bring(document):
-                self._pin(request)
-            else:
-                self._wait_for_room(request, document.num_pages)
-        if document.state != "device":
-            return False
-        count, _ = self._batch.own_pages(len(document.tokens), request.own_tokens)
+        count, _ = self._batch.own_pages(len(request.parent.tokens), request.own_tokens)
         slot = self._batch.free_slot
-        if self._answers_blocked or slot is None or count > self._pool.free_answers:
-            self._answers_blocked = True
+        if self._no_rows or slot is None or count > self._pool.free_answers:
+            self._no_rows = True
             return False
-        pinned = request.pins
-        self._pin(request)
-        if request.needed_pages and not documents.make_room(request.needed_pages):
-            if not pinned:
-                self._unpin(request)
-            return False
-        if document.id in documents.by_id:
-            documents.by_id.move_to_end(document.id)
+        pin(request)
+        if request.parent.id in self._documents.by_id:
+            self._documents.by_id.move_to_end(request.parent.id)
         self._batch.begin(request, slot)
         return True
 
-    def _pin(self, request: Request) -> None:
-        request.document.users += not request.pins
-        request.pins = True
+    def _reach(self, user: Request | Document) -> bool:
+        """Whether the parent of a request or a document is on the device; starts to move it there if there is room."""
+        parent: Any = user.parent
+        if parent.error is not None:
+            raise parent.error
+        if parent.state == "disk":
+            self._documents.load(parent)
+        if parent.state == "host" and self._has_room(user, parent.num_pages) and parent.state == "host":
+            self._documents.bring(parent)
+            pin(user)
+        return parent.state == "device"
 
-    def _unpin(self, request: Request) -> None:
-        request.document.users -= request.pins
-        request.pins = False
+    def _has_room(self, user: Request | Document, count: int) -> bool:
+        """Whether pages of documents are free for a request or a document; if not, those that come later wait, too.
 
-    def _become(self, request: Request, target: Document) -> bool:
-        """Enters the target of a request; without room the request restarts, for others may need its pages."""
-        self._require_finite(request, bool(np.isfinite(on_host(request.logits)).all()))
-        table = on_host(self._batch.row_of(request))
-        request.needed_pages = self._documents.enter_row(target, request.document, table)
-        if request.needed_pages:
-            self._wait_for_room(request, request.needed_pages)
-            self._restart(request)
-            return False
-        self._leave(request, "stop")
-        return True
+        Raises:
+            ValueError: none will be free when others end.
+        """
+        documents, total, own = self._documents, self._pool.documents, user.parent if user.pins else None
+        if documents.make_room(count):
+            return True
+        waits = self._prefiller.current or documents.may_leave(own)
+        fits = count + (own.num_pages if own is not None else 0) <= total
+        full = f"{count:,} of {total:,} pages are needed, and other documents stay: host memory and disk have no room"
+        require(waits and fits, f"{full}; delete some")
+        self._no_pages = True
+        return False
 
     # The batch
 
@@ -286,7 +250,7 @@ class Scheduler:
         batch = self._batch
         if not batch.pending:
             batch.dispatch()
-        one_by_one = batch.has_masks or batch.wants_logprobs or not self._prefiller.is_idle
+        one_by_one = batch.has_masks or batch.wants_logprobs or self._prefiller.current
         if not (one_by_one or is_called()):
             batch.dispatch()
         for request, new, finite, done in batch.wait():
@@ -327,137 +291,121 @@ class Scheduler:
             self._give_back(request)
             request.stream.end(reason, document)
 
-    def _fail(self, request: Request, error: Exception) -> None:
-        self._give_back(request)
-        request.stream.end(error)
-        if request.target is not None:
-            self._documents.fail(request.target, error)
-
     def _give_back(self, request: Request) -> None:
         if request in self._waiting:
             self._waiting.remove(request)
-        self._unpin(request)
+        unpin(request)
         self._batch.end(request)
 
     def _kept(self, request: Request) -> str | None:
         """The id of the document that a row's tokens become; None where there is no room for it."""
         fed = request.stream.tokens[: request.streamed - 1]
-        tokens, parts = request.tokens + fed, (*request.document.parts, len(request.new) + len(fed))
-        document = Document(self._documents.id_of(tokens, parts), tokens, parts)
-        if self._documents.usable(document.id) is None:
+        tokens, parts = request.tokens + fed, (*request.parent.parts, len(request.new) + len(fed))
+        document, documents = Document(self._documents.id_of(tokens, parts), tokens, parts), self._documents
+        if documents.usable(document.id) is None:
             table = on_host(self._batch.row_of(request))
-            try:
-                if self._documents.enter_row(document, request.document, table):
-                    return None
-            except UserError:  # there never will be room
+            if not documents.enter_row(document, request.parent.attended_share, table):
                 return None
-            self._documents.by_id[document.id] = document
         return document.id
 
 
 class Prefiller:
-    """Reads documents in order of arrival, short ones together, some layers at a time.
+    """Reads documents: short ones together, some layers at a time, and parts that are appended piece by piece.
 
-    Programs compile in threads of their own, while answers go on. `recover` is called after each error, which may have
-    consumed the pool. `waits` is the arrival of the document that waits for pages of others.
+    Programs compile in threads of their own, while answers go on. `current` are the documents that are read.
     """
 
-    def __init__(self, lm: LM, documents: Documents, backend: Backend, recover: Callable[[Exception], None]) -> None:
+    def __init__(self, lm: LM, documents: Documents, batch: Batch, backend: Backend) -> None:
         self._lm, self._documents, self._pool, self._backend = lm, documents, documents.pool, backend
-        self._recover, self.waits = recover, math.inf
-        self._waiting: collections.deque[Document] = collections.deque()
-        self._current: list[Document] = []
-        self._layers: Any = None  # of reading these, from `_read`
+        self._batch = batch
+        self.current: list[Document] = []
+        self._parts: Any = None  # of reading these: their tokens times layers
         self._programs: Future[Any] = Future()
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="tca-jax-compile")
-
-    def add(self, document: Document, *, first: bool = False) -> None:
-        """Adds a document, in front of all others if it is `first`."""
-        (self._waiting.appendleft if first else self._waiting.append)(document)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is to be read."""
-        return not (self._waiting or self._current)
 
     def close(self) -> None:
         """Ends its threads after their compilations, without waiting."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
-    def restart(self) -> None:
-        """Reads the current documents from their beginning."""
-        self._waiting.extendleft(reversed(self._end()))
+    def num_pages(self, tokens: int, parent: Document | None = None, documents: int = 1) -> int:
+        """Pages that reading documents of at most so many tokens takes, beside those of a parent."""
+        if parent is not None:
+            return self._batch.own_pages(len(parent.tokens), tokens - len(parent.tokens))[0]
+        return read.num_pages(self._lm, self._lm.cache_layout(documents, bucket_length(tokens)))
 
-    def read_on(self, before: float) -> bool:
-        """Reads on in the next documents that arrived `before`; false if none fits, or its programs compile."""
-        if not (self._current or self._begin(before)):
-            return False
-        if not any(map(_is_wanted, self._current)):
-            for document in self._end():
-                self._documents.drop(document)
+    def group(self, document: Document) -> list[Document]:
+        """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
+        first = bucket_length(len(document.tokens))
+        if first > _TOGETHER_TOKENS or document.parent is not None:
+            return [document]
+        unread = [each for each in self._documents.to_be_read() if len(each.parts) == 1]
+        same = [each for each in unread if bucket_length(len(each.tokens)) == first]
+        most = min(len(same), self._pool.documents // self.num_pages(first), max(1, _TOGETHER_TOKENS // first))
+        return [document, *(each for each in same if each is not document)][: 1 << (most.bit_length() - 1)]
+
+    def begin(self, group: list[Document], count: int) -> None:
+        """Starts to read documents into `count` free pages."""
+        numbers = self._pool.allocator.take(count)
+        self.current = group
+        self._parts = self._read(group, numbers) if group[0].parent is None else self._append(group[0], numbers)
+        next(self._parts)
+        wait([self._programs], _COMPILE_WAIT_SECONDS)
+
+    def end(self) -> None:
+        """Ends the current reading, and frees its pages."""
+        documents, self.current = self.current, []
+        self._programs.cancel()
+        self._parts.close()
+        for document in documents:
+            if document.parent is not None and document.parent.named:
+                unpin(document)
+
+    def read_on(self) -> bool:
+        """Reads on; false if nothing is read, or programs compile. Raises an error that may have consumed the pool."""
+        if self.current and not any(each.state == "waiting" for each in self.current):
+            self.end()
             return True
-        if not self._programs.done():
+        if not self.current or not self._programs.done():
             return False
         left = _PART_TOKENS
         try:
-            for tokens in self._layers:
-                if (left := left - tokens) < tokens:
+            for done in self._parts:
+                if (left := left - done) < done:
                     break
             else:
-                self._end()
+                self.end()
             # Waited for, so that an error is that of these documents, and a new request waits for this part at most.
             jax.block_until_ready(self._pool.arrays)
         except Exception as error:
-            for document in self._end():
+            for document in self.current:
                 self._documents.fail(document, error)
-            self._recover(error)
+            self.end()
+            raise
         return True
 
-    def _end(self) -> list[Document]:
-        """Ends the current reading, of these documents, and frees its pages."""
-        documents, self._current = self._current, []
-        self._programs.cancel()
-        if self._layers is not None:
-            self._layers.close()
-        return documents
+    def _append(self, document: Document, numbers: Numbers) -> Iterator[int]:
+        """Reads the last part of a document into pages, after its parent; yields tokens times layers of each piece."""
+        parent: Any = document.parent
+        pool, batch, held, logits = self._pool, self._batch, len(parent.tokens), None
+        try:
+            yield 0
+            # As many free pages as questions are given, whose programs these are.
+            free = pool.free_pages(numbers, max(pool.answers, len(numbers[0])))
+            table = batch.fork(parent, len(document.tokens) - held, free)
+            while held < len(document.tokens):
+                table, logits, count = batch.feed(table, document.tokens[held:], held)
+                held += count
+                yield count * self._lm.config.num_layers
+            self._enter([document], on_host(logits), [parent.attended_share], on_host(table))
+        finally:
+            pool.allocator.release(numbers)  # the document uses what it needs of them
 
-    def _begin(self, before: float) -> bool:
-        """Starts the document that waits longest, and short ones with it, if there are pages for them."""
-        for document in [each for each in self._waiting if not _is_wanted(each)]:
-            self._waiting.remove(document)
-            self._documents.drop(document)
-        self.waits = math.inf
-        if not self._waiting or self._waiting[0].arrival > before:
-            return False
-        group = self._group()
-        layout = self._lm.cache_layout(len(group), bucket_length(max(len(each.tokens) for each in group)))
-        count = read.num_pages(self._lm, layout)
-        if not self._documents.make_room(count):
-            if self._documents.would_have_room(count):
-                self.waits = group[0].arrival
-            return False
-        for document in group:
-            self._waiting.remove(document)
-        self._current, self._layers = group, self._read(group, layout, self._pool.allocator.take(count))
-        next(self._layers)
-        wait([self._programs], _COMPILE_WAIT_SECONDS)
-        return True
-
-    def _group(self) -> list[Document]:
-        """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
-        first = bucket_length(len(self._waiting[0].tokens))
-        if first > _TOGETHER_TOKENS:
-            return [self._waiting[0]]
-        same = [each for each in self._waiting if bucket_length(len(each.tokens)) == first]
-        fit = self._pool.documents // read.num_pages(self._lm, self._lm.cache_layout(1, first))
-        most = min(len(same), fit, max(1, _TOGETHER_TOKENS // first))
-        return same[: 1 << (most.bit_length() - 1)]
-
-    def _read(self, group: list[Document], layout: CacheLayout, numbers: Numbers) -> Iterator[int]:
+    def _read(self, group: list[Document], numbers: Numbers) -> Iterator[int]:
         """Reads documents into pages: starts to compile, then yields the tokens of each layer."""
         lm, pool, calls = self._lm.for_programs(), self._pool, read.Calls()
         prompts: Any = pad_tokens([each.tokens for each in group], lm.pad_token_id)
         tokens, lengths = prompts
+        layout = self._lm.cache_layout(len(group), tokens.shape[1])
         outer, weightless, layers = lm.without_layers(), lm.without_weights(), range(lm.config.num_layers)
         graphdef: dict[str, Any] = {"graphdef": lm.layer_graphdef}
         of_prompts, room = read.layout_of_prompts(lm, layout)
@@ -493,7 +441,7 @@ class Prefiller:
                 logits, rows, shares = self._programs.result()
                 self._enter(group, *on_host((logits, shares, rows)))
                 return
-            widths = Widths.of_row(lm, max(layout.kept_columns), layout.prompt_tokens)
+            widths = read.widths_of(lm, layout)
             table = pages.empty_table.run(weightless, rows=len(group), widths=widths, pages=pool.total)
             table = dataclasses.replace(table, free=pool.free_pages(numbers, len(numbers[0])))
             self._programs = self._compilers.submit(prepare, shapes_of(pool.lend(table)))
@@ -527,7 +475,3 @@ class Prefiller:
             except Exception as error:
                 self._documents.fail(document, error)
             document.logits = None if document.named else own
-
-
-def _is_wanted(document: Document) -> bool:
-    return document.named or document.users > 0

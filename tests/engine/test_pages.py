@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.engine.pages import Allocator, Rows
+from tca_jax.engine.pages import Allocator, Rows, Widths
 from tca_jax.methods.base import BlockMeans
 from tca_jax.methods.regions import Regions, Selection
 from tca_jax.methods.worth import block_means
@@ -152,7 +152,7 @@ def test_rows_move_to_another_pool(read):
     rows, tokens, theta = read[0], copy.deepcopy(read[1]), read[2]
     named = int(rows.named_pages()[0, 0])
     assert rows.used_bytes == named * 2 * B * D * 4
-    moved = rows.compacted(named).with_pages(60).with_columns(COLUMNS + 3, W, 2)
+    moved = rows.compacted(named).with_pages(60).with_widths(Widths(COLUMNS + 3, W, 2))
     assert moved.num_pages == named + 60
     check(jax.jit(Rows.forked)(moved, jnp.arange(3), jnp.array([2_000] * 3)), tokens, theta)
 

@@ -110,8 +110,8 @@ def ends(stream):
     [
         (read, "begin_program", ()),
         (read, "attend_program", (4,)),
-        (serve_pages, "begin", ()),
-        (serve_pages, "begin", (1,)),
+        (serve_pages, "fork", ()),
+        (serve_pages, "fork", (1,)),
         (extend, "_feed_program", (3,)),
         (serve_pages, "admit", (1,)),
         (serve_pages, "step", ()),
@@ -270,9 +270,9 @@ def test_failed_moves_fail_their_request_alone(lm, pages, expected, tmp_path, mo
 
 def test_appended_documents_beyond_the_pool_are_refused(lm):
     with engine_of(lm, lm.cache_layout(1, 16).num_pages, answer_tokens=256) as engine:
-        longer = engine.append(engine.read(prompt_of(3, 12)), prompt_of(4, 200))
-        with pytest.raises(UserError, match=r"the engine holds .* more"):
-            engine.wait(longer, SECONDS)
+        document = engine.read(prompt_of(3, 12))
+        with pytest.raises(UserError, match=r"212 tokens need .* pages: the engine holds"):
+            engine.append(document, prompt_of(4, 200))
 
 
 # The engine itself
@@ -281,7 +281,7 @@ def test_appended_documents_beyond_the_pool_are_refused(lm):
 def test_a_failed_engine_says_so(speaking, monkeypatch):
     engine = Engine(speaking, pages=100, **SIZES)
     server = Server(engine, Settings("tiny"))
-    monkeypatch.setattr(engine._scheduler._prefiller, "read_on", lambda before: False)
+    monkeypatch.setattr(engine._scheduler._prefiller, "read_on", lambda: False)
     waiting = engine.read("a document")
     stream, failed = engine.ask(waiting, QUESTION, **OPTIONS), "the engine has failed: MemoryError: none is left"
 
