@@ -9,20 +9,27 @@ import json
 import os
 import time
 import typing
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.engine.cache import require_memory
+from tca_jax.engine.cache import require_memory, spare_pages
 from tca_jax.engine.extend import align, feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, HeadShards, mesh_name, on_host, place, rows_of_device
 from tca_jax.engine.pages import Rows
-from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
+from tca_jax.engine.prompts import (
+    Prompt,
+    bucket_length,
+    encode_appended,
+    encode_prompts,
+    pad_tokens,
+    require_positions,
+)
 from tca_jax.engine.read import Calls, compacted, fork, num_pages, page_bytes, pages_of_forks, read, require_finite
 from tca_jax.errors import UserError, require, require_type
 from tca_jax.methods.full import BASELINE
@@ -90,14 +97,7 @@ class ContextStats:
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=[
-        "rows",
-        "tokens",
-        "lengths",
-        "attended_share",
-        "compile_seconds",
-        "prefill_seconds",
-    ],
+    data_fields=["rows", "tokens", "lengths", "attended_share", "compile_seconds", "prefill_seconds"],
     meta_fields=["window", "shards", "identity"],
 )
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -277,40 +277,18 @@ def prefill(
         TypeError: an argument is of a wrong type.
     """
     require_lm(lm)
-    kernels = resolve_backend(backend)
-    if context is not None:
-        return _append(lm, prompts, context, kernels)
-    ids = encode_prompts(lm, prompts)
-    for i, row in enumerate(ids):
-        require_positions(f"prompts[{i}]", len(row), 0, lm)
-    tokens, lengths = pad_tokens(ids, lm.pad_token_id)
-    layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
-    require_memory(page_bytes(lm) * num_pages(lm, layout), f"contexts of {len(ids)} prompts")
-    begun, of_rows, calls = time.perf_counter(), jnp.asarray(lengths), Calls()
-    logits, rows, shares = read(lm, jnp.asarray(tokens), of_rows, of_rows, layout, calls, backend=kernels)
+    kernels, calls, checked = resolve_backend(backend), Calls(), Prompts.create(lm, prompts, context)
+    checked.require_positions(0)
+    require_memory(checked.kv_cache_bytes, f"contexts of {len(checked.ids)} prompts")
+    begun = time.perf_counter()
+    logits, rows, shares, _ = checked.read(calls, kernels)
     rows = jax.block_until_ready(compacted(lm, rows, calls))
     seconds = time.perf_counter() - begun - calls.compile_seconds
     finite, shares = on_host((jnp.isfinite(logits).all(axis=-1), shares))
-    require_finite(lm, tokens, lengths, finite, "prompts")
+    checked.require_finite(finite)
+    tokens, lengths = map(jnp.asarray, checked.with_contexts())
     made = calls.compile_seconds, seconds, lm.method.cache.window, lm.head_shards, identity_of(lm)
-    return Context(rows, jnp.asarray(tokens), of_rows, jnp.asarray(shares), *made)
-
-
-def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
-    """The context with more tokens."""
-    appended = AppendedPrompts.create(lm, prompts, context)
-    appended.require_positions(lm, 0)
-    context, begun, calls = appended.context, time.perf_counter(), Calls()
-    whole_rows = [context.token_ids(i % context.batch) + more for i, more in enumerate(appended.ids)]
-    tokens, lengths = pad_tokens(whole_rows, lm.pad_token_id)
-    rows, starts = appended.rows(lm, 0, calls)
-    fed = feed(lm, rows, appended.tokens, starts, appended.lengths, calls, backend=backend)
-    rows = jax.block_until_ready(compacted(lm, fed.rows, calls))
-    seconds = time.perf_counter() - begun - calls.compile_seconds
-    require_finite(lm, tokens, lengths, on_host(jnp.isfinite(fed.logits).all(axis=-1)), "prompts")
-    shares = jnp.broadcast_to(jnp.asarray(context.attended_share), len(lengths))
-    made = calls.compile_seconds, seconds, context.window, context.shards, context.identity
-    return Context(rows, jnp.asarray(tokens), jnp.asarray(lengths), shares, *made)
+    return Context(rows, tokens, lengths, jnp.asarray(shares), *made)
 
 
 def kept_share(rows: Rows, fed: np.ndarray) -> float:
@@ -323,46 +301,118 @@ def kept_share(rows: Rows, fed: np.ndarray) -> float:
     return float(np.mean((of_rows + fed - start) / fed))
 
 
+class Begun(NamedTuple):
+    """Prompts that were read, and rows that continue them."""
+
+    logits: Float32[Array, "B V"]  # of the token after each prompt
+    rows: Rows
+    attended_share: Float32[Array, " B"]  # of each prompt's causal pairs; of the context's where there is one
+    lengths: Int[Array, " R"]  # tokens of each row
+
+
 @dataclasses.dataclass(frozen=True)
-class AppendedPrompts:
-    """Prompts that follow a context, checked and aligned to its blocks."""
+class Prompts:
+    """Prompts of a call, alone or after a context, as they are read. `times` rows continue each, side by side."""
 
-    ids: list[list[int]]  # token ids of each prompt
-    tokens: Int[Array, "N S"]  # the same as `extend` takes them, `[N, S]`
-    lengths: Int[Array, " N"]  # how many, `[N]`
-    starts: list[int]  # tokens of the context before each of them
-    context: Context  # the context, where the model lies
-
-    def require_positions(self, lm: LM, max_new_tokens: int) -> None:
-        """Raises ValueError if a prompt leaves no positions for its answer."""
-        for i, (start, ids) in enumerate(zip(self.starts, self.ids, strict=True)):
-            require_positions(f"prompts[{i}]", len(ids), max_new_tokens, lm, context_tokens=start)
+    lm: LM
+    ids: list[list[int]]  # token ids of each
+    context: Context | None  # on the model's devices
+    times: int = 1
+    fed_tokens: int = 0  # that each row has room for after its prompt
 
     @classmethod
-    def create(cls, lm: LM, prompts: Any, context: Any) -> AppendedPrompts:
-        """Checks that the context is the model's, encodes the prompts and aligns them.
+    def create(cls, lm: LM, prompts: Any, context: Any) -> Prompts:
+        """Checks that the context is the model's, and encodes the prompts.
 
         Raises:
             ValueError: the context belongs to another model or method, or has another number of rows; or a prompt is
                 not allowed.
             TypeError: `context` is none, or a prompt is of a wrong type.
         """
+        if context is None:
+            return cls(lm, encode_prompts(lm, prompts), None)
         require_type("context", context, Context, "a Context, from tca_jax.prefill")
         context = context.on(lm)
-        ids = encode_appended(lm, prompts, context.batch, context.token_ids)
-        held, b = np.asarray(context.lengths), context.rows.page_size
-        starts = np.broadcast_to(held, len(ids))
-        lengths = np.array([len(of_prompt) for of_prompt in ids], np.int32)
-        columns = num_columns(int(np.max(starts % b + lengths)), b)
-        tokens = align(pad_tokens(ids)[0], starts, block_size=b, columns=columns)
-        return cls(ids, jnp.asarray(tokens), jnp.asarray(lengths), starts.tolist(), context)
+        return cls(lm, encode_appended(lm, prompts, context.batch, context.token_ids), context)
 
-    def rows(self, lm: LM, more_tokens: int, calls: Calls) -> tuple[Rows, Int[Array, " N"]]:
-        """Rows that continue the context, with room for the prompts and more tokens, and where they start."""
-        starts = jnp.asarray(self.starts, jnp.int32)
-        held, fed = self.context.tokens.shape[1], self.tokens.shape[1] + more_tokens
-        pages = pages_of_forks(lm, rows_of_device(lm, len(starts), "prompts"), held, fed)
-        require_memory(self.context.num_bytes // self.context.num_devices + page_bytes(lm) * pages, "rows of a context")
-        times = len(starts) // self.context.batch
-        most = starts + self.lengths + more_tokens
-        return fork(lm, self.context.rows, times, most, held, fed, calls, private=False), starts
+    def before(self, prompt: int) -> list[int]:
+        """Tokens of the context before a prompt."""
+        return [] if self.context is None else self.context.token_ids(prompt % self.context.batch)
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Tokens of the context before each prompt."""
+        held = [0] if self.context is None else np.asarray(self.context.lengths)
+        return np.broadcast_to(held, len(self.ids)).tolist()
+
+    def with_contexts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and lengths of prompts, those of the context included, right-padded."""
+        return pad_tokens([self.before(i) + ids for i, ids in enumerate(self.ids)], self.lm.pad_token_id)
+
+    def require_positions(self, *new_tokens: int) -> None:
+        """Raises ValueError if a prompt leaves no positions for its answer, of one length or of its own."""
+        for i, (start, ids) in enumerate(zip(self.starts, self.ids, strict=True)):
+            require_positions(f"prompts[{i}]", len(ids), new_tokens[i % len(new_tokens)], self.lm, context_tokens=start)
+
+    def require_finite(self, finite: np.ndarray) -> None:
+        """Raises ValueError, which names the cause, unless the logits of all prompts are finite."""
+        if not finite.all():
+            require_finite(self.lm, *self.with_contexts(), finite, "prompts")
+
+    @property
+    def _columns(self) -> int:
+        """Padded length of prompts; after a context, of what is appended to blocks of its."""
+        longest = max(map(len, self.ids))
+        if self.context is None:
+            return bucket_length(longest)
+        b = self.context.rows.page_size
+        return num_columns(max(start % b + len(ids) for start, ids in zip(self.starts, self.ids, strict=True)), b)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Prompts of a device, most tokens of a prompt with its context, and tokens that are fed to its own row."""
+        held = 0 if self.context is None else self.context.tokens.shape[1]
+        rows = rows_of_device(self.lm, len(self.ids), "prompts")
+        return rows, held + self._columns, self.fed_tokens if self.times == 1 else 0
+
+    @property
+    def _fork_pages(self) -> int:
+        """Pages of rows that continue prompts, where these are several."""
+        rows, columns, _ = self._sizes
+        return pages_of_forks(self.lm, rows * self.times, columns, self.fed_tokens) if self.times > 1 else 0
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of all pages that rows may use, on each device."""
+        (rows, columns, own), context, shared = self._sizes, self.context, 0
+        if context is None:
+            pages = num_pages(self.lm, self.lm.cache_layout(rows, columns, own))
+        else:
+            pages = pages_of_forks(self.lm, rows, context.tokens.shape[1], self._columns + own)
+            shared = context.num_bytes // context.num_devices
+        return shared + page_bytes(self.lm) * (pages + self._fork_pages)
+
+    def read(
+        self, calls: Calls, backend: Backend, then: Callable[[Any, Any, Any], None] | None = None
+    ) -> Begun:  # `then` as for `read`
+        """Reads the prompts."""
+        lm, context, (rows, columns, own) = self.lm, self.context, self._sizes
+        tokens, lengths = map(jnp.asarray, pad_tokens(self.ids, lm.pad_token_id))
+        if context is None:
+            layout, more = lm.cache_layout(rows, columns, own), self._fork_pages
+            more += spare_pages(num_pages(lm, layout) + more, page_bytes(lm))
+            options: dict[str, Any] = {"more_pages": more, "backend": backend, "then": then}
+            logits, held, shares = read(lm, tokens, lengths, lengths + own, layout, calls, **options)
+        else:
+            starts, fed = np.asarray(self.starts, np.int32), self._columns + own
+            aligned = align(np.asarray(tokens), starts, block_size=context.rows.page_size, columns=self._columns)
+            most, each = jnp.asarray(starts) + lengths + own, len(self.ids) // context.batch
+            held = fork(lm, context.rows, each, most, context.tokens.shape[1], fed, calls, private=False)
+            given = jnp.asarray(aligned), jnp.asarray(starts), lengths
+            held, logits, _ = feed(lm, held, *given, calls, backend=backend)
+            shares, lengths = jnp.broadcast_to(context.attended_share, len(starts)), lengths + starts
+        if self.times > 1:
+            lengths, private = jnp.repeat(lengths, self.times), context is None
+            most = lengths + self.fed_tokens
+            held = fork(lm, held, self.times, most, columns, self.fed_tokens, calls, private=private)
+        return Begun(logits, held, shares, lengths)

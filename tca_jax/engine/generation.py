@@ -29,6 +29,7 @@ from tca_jax.engine.prompts import (
 from tca_jax.engine.read import Calls, read
 from tca_jax.engine.request import Request, certain_characters
 from tca_jax.engine.sampling import Sampling
+from tca_jax.engine.score import pairs
 from tca_jax.errors import check_integer, require, require_type
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
@@ -202,16 +203,16 @@ def output_of(request: Request, state: DecodingState) -> Output:
     answers = request.answers(state)
     steps, devices = request.steps(state), num_devices(request.lm.mesh)
     stats = Stats(
-        prompt_tokens=[len(ids) for ids in request.prompt_ids],
+        prompt_tokens=[len(ids) for ids in request.prompts.ids],
         new_tokens=[len(answer.tokens) for answer in answers],
         compile_seconds=request.calls.compile_seconds,
         prefill_seconds=request.prefill_seconds,
         seconds_per_token=request.decode_seconds / (steps - 1) if steps > 1 else 0.0,
         kv_cache_bytes=state.cache.used_bytes,
         full_kv_cache_bytes=request.full_kv_cache_bytes,
-        kept_share=_kept_share(request, state),
-        attended_share=attended_share(request, state),
-        context_tokens=request.context_tokens,
+        kept_share=kept_share(state.cache, on_host(state.lengths + state.step) - 1),  # without the newest token
+        attended_share=float(np.mean(on_host(state.attended_share))),
+        context_tokens=[] if request.prompts.context is None else request.prompts.starts,
         devices=devices,
         raised_layers=0 if (scored := state.cache.scored) is None else int(on_host(scored.raised).sum()),
     )
@@ -229,25 +230,7 @@ def _logprobs(
         return None, None
     own, top = on_host((state.logprobs, state.top))
     logprobs = [row[:length].tolist() for row, length in zip(own, lengths, strict=True)]
-    if top is None:
-        return logprobs, None
-    pairs = [
-        [list(zip(*place, strict=True)) for place in zip(ids[:length].tolist(), values[:length].tolist(), strict=True)]
-        for ids, values, length in zip(*top, lengths, strict=True)
-    ]
-    return logprobs, pairs
-
-
-def _kept_share(request: Request, state: DecodingState) -> float:
-    """Share of the tokens so far that the caches hold; the newest token is not in them yet."""
-    lengths, step = on_host((state.lengths, state.step))
-    return kept_share(state.cache, lengths + step - 1)
-
-
-def attended_share(request: Request, state: DecodingState) -> float:
-    """Pairs that the prompts' queries attended to over all causal ones, mean over rows; with a context that of its."""
-    shares = state.attended_share if request.context is None else request.context.attended_share
-    return float(np.mean(on_host(shares)))
+    return logprobs, top and [pairs(*each) for each in zip(*top, lengths, strict=True)]
 
 
 def generate_tokens(

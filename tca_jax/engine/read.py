@@ -53,7 +53,7 @@ from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.kv import Pool, num_bytes
 from tca_jax.pallas_kernels.numerics import cdiv, round_up, shared_size
-from tca_jax.programs import Program
+from tca_jax.programs import Program, results_of
 
 
 def empty_rows(lm: LM, layout: CacheLayout, more_pages: int = 0) -> Rows:
@@ -185,77 +185,113 @@ def read(
     lm = lm.for_programs()
     if lm.method.cache.reader is not None and layout.has_ranked_blocks:
         return lm.method.cache.reader(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
-    options: dict[str, Any] = {"more_pages": more_pages, "backend": backend, "then": then}
-    x, out, shares, rows = run_layers(lm, tokens, lengths, most, layout, calls, **options)
-    given = lm.last_layer_params, x, out, lengths, shares
-    logits, shares = calls(end_program, lm.without_layers(), *given, graphdef=lm.layer_graphdef)
+    layers = Layers(lm, tokens, lengths, most, layout, calls, backend)
+    rows = layers.run(layout, more_pages, then)
+    logits, shares = layers.end()
     return ReadRows(logits, rows, shares)
 
 
-def run_layers(
-    lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    most: Int[Array, " B"],
-    layout: CacheLayout | None,  # None: nothing is kept
-    calls: Calls,
-    *,
-    more_pages: int = 0,
-    backend: Backend = "auto",
-    then: Callable[[Any, Any, Any], None] | None = None,
-) -> tuple[Float[Array, "B L D"], Float[Array, "B L Hq d"], Float32[Array, " B"], Any]:
-    """Runs all layers up to attention in the last; arguments are those of `read`.
+class Layers:
+    """The layers of prompts, read one after the other; arguments are those of `read`.
 
-    Returns:
-        The residual stream before the last layer, that layer's output of attention, attended shares summed over layers,
-        and the rows.
+    `x` is the residual stream before a layer, `out` the layer's output of attention, `shares` are attended shares
+    summed over layers.
     """
-    outer, bare, last = lm.without_layers(), lm.without_weights(), lm.config.num_layers - 1
-    x, cos, sin, shares, rows = calls(begin_program, outer, tokens, lengths, layout=layout, more_pages=more_pages)
-    graphdef: dict[str, Any] = {"graphdef": lm.layer_graphdef}
-    of_prompts, room = (None, 0) if layout is None else layout_of_prompts(lm, layout)
-    options: dict[str, Any] = {**graphdef, "layout": of_prompts, "backend": backend}
 
-    def given(layer: int, x: Any, shares: Any, rows: Any) -> tuple[Any, ...]:
-        return lm.layer_params(layer), x, shares, rows, cos, sin, lengths, most, *map(calls.number, (room, layer))
+    def __init__(
+        self, lm: LM, tokens: Any, lengths: Any, most: Any, layout: Any, calls: Calls, backend: Backend
+    ) -> None:
+        self._lm, self._tokens, self._lengths, self._most, self._calls = lm, tokens, lengths, most, calls
+        of_prompts, self._room = (None, 0) if layout is None else layout_of_prompts(lm, layout)
+        self._graphdef: dict[str, Any] = {"graphdef": lm.layer_graphdef}
+        self._static = self._graphdef | {"layout": of_prompts, "backend": backend}
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self.x: Any = None  # shapes of these and of `out` are there after `prepare`
+        self.shares: Any = None
+        self.out: Any = None
+        self._angles: Any = ()
 
-    if not calls.traced and lm.mesh is None:
-        layers = range(lm.config.num_layers if lm.method.layers_differ else 1)
-        compile_layers(lm, [(bare, *given(layer, x, shares, rows)) for layer in layers], options, calls, then)
-    after = None
-    for layer in range(last + 1):
-        arguments = bare, *given(layer, x, shares, rows)
-        if layer == 0 or lm.method.layers_differ:
-            attend = calls.prepare(attend_program, *arguments, **options, layer=static_layer(lm.method, layer))
-        out, shares, rows = attend(*arguments)
-        if layer < last:
-            after = after or calls.prepare(after_program, bare, lm.layer_params(layer), x, out, **graphdef)
-            x = after(bare, lm.layer_params(layer), x, out)
-    return x, out, shares, rows
+    def begin(self, layout: CacheLayout | None = None, more_pages: int = 0) -> Any:
+        """Embeds the prompts. Returns empty rows of a layout, if there is one."""
+        given = self._lm.without_layers(), self._tokens, self._lengths
+        found = self._program(begin_program, *given, layout=layout, more_pages=more_pages)(*given)
+        self.x, *self._angles, self.shares, rows = found
+        return rows
 
+    def read(self, number: int, rows: Any) -> Any:
+        """Reads a layer, up to the second half of the last one, into rows."""
+        if number:
+            given = self._second_half(number - 1)
+            self.x = self._program(after_program, *given, **self._graphdef)(*given)
+        given, static = self._first_half(number, rows)
+        self.out, self.shares, rows = self._program(attend_program, *given, **static)(*given)
+        return rows
 
-def compile_layers(
-    lm: LM,
-    given: list[tuple[Any, ...]],  # arguments of `attend_program`: of all layers, or of the first one for all
-    options: dict[str, Any],  # its static ones
-    calls: Calls,
-    then: Callable[[Any, Any, Any], None] | None = None,
-) -> None:
-    """Compiles the programs of layers in threads, the slowest first, unless the first layer's is compiled."""
-    _, _, x, shares, rows, _, _, lengths, *_ = given[0]
-    static = [options | {"layer": static_layer(lm.method, layer)} for layer in range(len(given))]
-    if attend_program.is_compiled(*given[0], **static[0]):
-        return
-    if then is not None:
-        then(jax.ShapeDtypeStruct((len(lengths), lm.config.vocab_size), jnp.float32), rows, shares)
-    found = [calls.compile_ahead(attend_program, *args, **each) for args, each in zip(given, static, strict=True)]
-    if found[0] is not None:
-        out, graphdef = found[0][0], options["graphdef"]
-        calls.compile_ahead(after_program, given[0][0], lm.layer_params(0), x, out, graphdef=graphdef)
-        if rows is None:  # the caller needs no end
+    def end(self) -> tuple[Float32[Array, "B V"], Float32[Array, " B"]]:
+        """Logits after the prompts, and their attended shares."""
+        return self._program(end_program, *self._end(), **self._graphdef)(*self._end())
+
+    def run(
+        self, layout: CacheLayout | None, more_pages: int = 0, then: Callable[[Any, Any, Any], None] | None = None
+    ) -> Any:
+        """Reads all layers. Returns the rows."""
+        rows = self.begin(layout, more_pages)
+        if not self._calls.traced and self._lm.mesh is None:
+            self._compile_ahead(rows, then)
+        for number in range(self._lm.config.num_layers):
+            rows = self.read(number, rows)
+        return rows
+
+    def prepare(self, rows: Any) -> None:
+        """Compiles all programs for rows of these shapes, before `begin`."""
+        given = self._lm.without_layers(), self._tokens, self._lengths
+        begin = self._program(begin_program, *given, layout=None, more_pages=0)
+        self.x, *self._angles, self.shares, _ = results_of(begin)
+        if self._lm.mesh is None:
+            self._compile_ahead(rows, None)
+        for number in self._different_layers:
+            given, static = self._first_half(number, rows)
+            self.out = results_of(self._program(attend_program, *given, **static))[0]
+        self._program(after_program, *self._second_half(0), **self._graphdef)
+        self._program(end_program, *self._end(), **self._graphdef)
+
+    def _compile_ahead(self, rows: Any, then: Callable[[Any, Any, Any], None] | None) -> None:
+        """Compiles the programs of layers in threads, the slowest first, unless the first layer's is compiled."""
+        calls, layers = self._calls, [self._first_half(number, rows) for number in self._different_layers]
+        if attend_program.is_compiled(*layers[0][0], **layers[0][1]):
             return
-        last = lm.last_layer_params, x, out, lengths, shares
-        calls.compile_ahead(end_program, lm.without_layers(), *last, graphdef=graphdef)
+        if then is not None:
+            shape = len(self._lengths), self._lm.config.vocab_size
+            then(jax.ShapeDtypeStruct(shape, jnp.float32), rows, self.shares)
+        found = [calls.compile_ahead(attend_program, *given, **static) for given, static in layers]
+        if found[0] is not None:
+            self.out = found[0][0]
+            calls.compile_ahead(after_program, *self._second_half(0), **self._graphdef)
+            if rows is not None:  # else the caller needs no end
+                calls.compile_ahead(end_program, *self._end(), **self._graphdef)
+
+    @property
+    def _different_layers(self) -> range:
+        """Layers that have programs of their own."""
+        return range(self._lm.config.num_layers if self._lm.method.layers_differ else 1)
+
+    def _program(self, program: Program, *args: Any, **static: Any) -> Callable[..., Any]:
+        """A program for all layers that share it: to look it up takes longer than to call it."""
+        key = program, static.get("layer")
+        if key not in self._programs:
+            self._programs[key] = self._calls.prepare(program, *args, **static)
+        return self._programs[key]
+
+    def _first_half(self, number: int, rows: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = self._lm.layer_params(number), self.x, self.shares, rows, *self._angles, self._lengths, self._most
+        given = self._lm.without_weights(), *own, *map(self._calls.number, (self._room, number))
+        return given, {**self._static, "layer": static_layer(self._lm.method, number)}
+
+    def _second_half(self, number: int) -> tuple[Any, ...]:
+        return self._lm.without_weights(), self._lm.layer_params(number), self.x, self.out
+
+    def _end(self) -> tuple[Any, ...]:
+        return self._lm.without_layers(), self._lm.last_layer_params, self.x, self.out, self._lengths, self.shares
 
 
 def layout_of_prompts(lm: LM, layout: CacheLayout) -> tuple[CacheLayout, int]:

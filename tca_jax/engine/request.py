@@ -12,21 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.cache import require_memory, spare_pages
-from tca_jax.engine.contexts import AppendedPrompts, Context
+from tca_jax.engine.cache import require_memory
+from tca_jax.engine.contexts import Prompts
 from tca_jax.engine.decode import DecodingState, begin_program, decode_program, leave_program, row_keys
-from tca_jax.engine.extend import feed
 from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import on_host, rows_of_device
-from tca_jax.engine.prompts import (
-    bucket_length,
-    decode_continuation,
-    encode_prompts,
-    pad_tokens,
-    require_positions,
-)
-from tca_jax.engine.read import Calls, fork, full_bytes, num_pages, page_bytes, pages_of_forks, read, require_finite
+from tca_jax.engine.mesh import on_host
+from tca_jax.engine.prompts import bucket_length, decode_continuation
+from tca_jax.engine.read import Calls, full_bytes
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
@@ -47,15 +40,10 @@ class Answer:
 
 @dataclasses.dataclass
 class AnswerReader:
-    """Reads one answer again and again while it grows.
+    """Reads one answer again and again while it grows."""
 
-    Attributes:
-        lm: The model, whose tokenizer makes text of tokens.
-        config: Its stop tokens, stop strings and least tokens; from `GenerationConfig.for_model`.
-    """
-
-    lm: LM
-    config: GenerationConfig
+    lm: LM  # whose tokenizer makes text of tokens
+    config: GenerationConfig  # from `for_model`
     _ended: Answer | None = None
     _looked: int = 0  # tokens that hold no stop string
 
@@ -124,8 +112,7 @@ class Request:
     """State of a call on the host; its state on the device is a `DecodingState`."""
 
     lm: LM
-    appended: AppendedPrompts | None
-    prompt_ids: list[list[int]]
+    prompts: Prompts
     config: GenerationConfig  # from `for_model`
     backend: Backend
     calls: Calls = dataclasses.field(default_factory=Calls)
@@ -138,15 +125,13 @@ class Request:
         """Checks all that can be checked before a program is compiled, types included; see `generation.generate`."""
         require_lm(lm)
         kernels, config = resolve_backend(backend), config.for_model(lm)
-        appended = None if context is None else AppendedPrompts.create(lm, prompts, context)
-        prompt_ids = encode_prompts(lm, prompts) if appended is None else appended.ids
-        if appended is not None:
-            appended.require_positions(lm, config.max_new_tokens)
-        else:
-            for i, ids in enumerate(prompt_ids):
-                require_positions(f"prompts[{i}]", len(ids), config.max_new_tokens, lm)
-        request = cls(lm, appended, prompt_ids, config, kernels)
-        require_memory(request.kv_cache_bytes(), f"{request.rows} answers of up to {config.max_new_tokens} tokens")
+        checked = Prompts.create(lm, prompts, context)
+        checked.require_positions(config.max_new_tokens)
+        # A bucket of new tokens, so that another `max_new_tokens` seldom compiles anything.
+        fed = bucket_length(config.max_new_tokens) - 1
+        request = cls(lm, dataclasses.replace(checked, times=config.num_samples, fed_tokens=fed), config, kernels)
+        answers = f"{request.rows} answers of up to {config.max_new_tokens} tokens"
+        require_memory(request.prompts.kv_cache_bytes, answers)
         return request
 
     @functools.cached_property
@@ -162,55 +147,18 @@ class Request:
         return self.config.sampling
 
     @property
-    def context(self) -> Context | None:
-        """Context of the prompts."""
-        return None if self.appended is None else self.appended.context
-
-    @property
     def rows(self) -> int:
         """Answers: prompts times samples."""
-        return len(self.prompt_ids) * self.config.num_samples
-
-    @property
-    def context_tokens(self) -> list[int]:
-        """Tokens of the context before each prompt; none without one."""
-        return [] if self.appended is None else self.appended.starts
-
-    @property
-    def room(self) -> int:
-        """Tokens that answers have room for: a bucket, so that another `max_new_tokens` seldom compiles anything."""
-        return bucket_length(self.config.max_new_tokens)
-
-    def kv_cache_bytes(self) -> int:
-        """Bytes of all pages that the call may use, on each device."""
-        lm = self.lm
-        prompts, fed = rows_of_device(lm, len(self.prompt_ids), "prompts"), self.room - 1
-        rows, context = prompts * self.config.num_samples, self.context
-        if context is None or self.appended is None:
-            columns = bucket_length(max(map(len, self.prompt_ids)))
-            pages = num_pages(lm, lm.cache_layout(prompts, columns, fed if self.config.num_samples == 1 else 0))
-            return page_bytes(lm) * (pages + self._fork_pages(lm, columns))
-        held, columns = context.tokens.shape[1], self.appended.tokens.shape[1]
-        own = page_bytes(lm) * pages_of_forks(lm, rows, held, columns + fed)
-        return own + context.num_bytes // context.num_devices
-
-    def _fork_pages(self, lm: LM, columns: int) -> int:
-        """Pages of rows that continue prompts with several answers."""
-        if self.config.num_samples == 1:
-            return 0
-        rows = rows_of_device(lm, len(self.prompt_ids), "prompts") * self.config.num_samples
-        return pages_of_forks(lm, rows, columns, self.room - 1)
+        return len(self.prompts.ids) * self.config.num_samples
 
     @property
     def full_kv_cache_bytes(self) -> int:
         """Bytes of the pages that the call would use under full attention, on all devices."""
-        fed = self.room - 1
-        if self.appended is None:
-            starts, ends, times = [len(ids) for ids in self.prompt_ids], [len(ids) for ids in self.prompt_ids], 1
-        else:
-            starts, times = self.appended.starts, len(self.prompt_ids) // self.appended.context.batch
-            ends = [start + len(ids) for start, ids in zip(starts, self.prompt_ids, strict=True)]
-        return full_bytes(self.lm, starts, times, [end + fed for end in ends for _ in range(self.config.num_samples)])
+        prompts, context = self.prompts, self.prompts.context
+        ends = [start + len(ids) for start, ids in zip(prompts.starts, prompts.ids, strict=True)]
+        starts, times = (ends, 1) if context is None else (prompts.starts, len(ends) // context.batch)
+        of_rows = [end + prompts.fed_tokens for end in ends for _ in range(prompts.times)]
+        return full_bytes(self.lm, starts, times, of_rows)
 
     def start(self) -> DecodingState:
         """Prefill and the first token.
@@ -221,68 +169,40 @@ class Request:
         begun = time.perf_counter()
         state = jax.block_until_ready(self._begin())
         self.prefill_seconds = time.perf_counter() - begun - self.calls.compile_seconds
-        finite = on_host(state.finite)[:: self.config.num_samples]
-        if not finite.all():
-            require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
+        self.prompts.require_finite(on_host(state.finite)[:: self.config.num_samples])
         return self._end_at_stop_strings(state)
 
     def _begin(self) -> DecodingState:
         """Reads the prompts and draws the first token of every answer."""
-        lm, config, calls, shares, held = self._program_lm, self.config, self.calls, None, None
-        samples, fed = config.num_samples, self.room - 1
+        lm, config, calls, held = self._program_lm, self.config, self.calls, None
         if self._sampling.repetition_penalty is not None:
-            held = tuple(map(jnp.asarray, self._whole_prompts()))
-        drawing = (
-            self._sampling,
-            jnp.asarray(config.stop_token_ids, jnp.int32),
-            jnp.int32(config.min_new_tokens) if config.min_new_tokens else None,
-        )
-        keys, room = row_keys(jax.random.key(config.seed), self.rows), shared_size(max(_LEAST_ROOM, self.room))
+            held = tuple(map(jnp.asarray, self.prompts.with_contexts()))
+        keys = row_keys(jax.random.key(config.seed), self.rows)
+        stops, least = jnp.asarray(config.stop_token_ids, jnp.int32), config.min_new_tokens
+        drawing = self._sampling, stops, jnp.int32(least) if least else None
+        room = shared_size(max(_LEAST_ROOM, self.prompts.fed_tokens + 1))
         static: dict[str, Any] = {"new_tokens": room, "logprobs": config.num_logprobs}
-        if self.appended is None:
-            tokens, lengths = map(jnp.asarray, pad_tokens(self.prompt_ids, lm.pad_token_id))
-            columns, own = tokens.shape[1], fed if samples == 1 else 0
-            layout = self.lm.cache_layout(rows_of_device(lm, len(lengths), "prompts"), columns, own)
-            more = self._fork_pages(lm, columns)
-            more += spare_pages(num_pages(lm, layout) + more, page_bytes(lm))
 
-            def compile_decoding(logits: Any, rows: Any, shares: Any) -> None:
-                given = lm.without_weights(), rows, logits, lengths, held, keys, shares, *drawing
-                state = calls.compile_ahead(begin_program, *given, **static)
-                if state is not None and config.max_new_tokens > 1:
-                    for program in self._programs:
-                        calls.compile_ahead(program, lm, state, jnp.int32(0), self._sampling, backend=self.backend)
+        def compile_decoding(logits: Any, rows: Any, shares: Any) -> None:
+            lengths = jnp.zeros(self.rows, jnp.int32)
+            given = lm.without_weights(), rows, logits, lengths, held, keys, shares, *drawing
+            state = calls.compile_ahead(begin_program, *given, **static)
+            if state is not None and config.max_new_tokens > 1:
+                for program in self._programs:
+                    calls.compile_ahead(program, lm, state, jnp.int32(0), self._sampling, backend=self.backend)
 
-            options: dict[str, Any] = {"more_pages": more, "backend": self.backend}
-            options |= {"then": compile_decoding if samples == 1 else None}
-            logits, rows, shares = read(lm, tokens, lengths, lengths + own, layout, calls, **options)
-        else:
-            appended = self.appended
-            rows, starts = appended.rows(lm, fed if samples == 1 else 0, calls)
-            rows, logits, _ = feed(lm, rows, appended.tokens, starts, appended.lengths, calls, backend=self.backend)
-            lengths, columns = starts + appended.lengths, appended.context.tokens.shape[1] + appended.tokens.shape[1]
-        if samples > 1:
-            lengths = jnp.repeat(lengths, samples)
-            private = self.appended is None
-            rows = fork(lm, rows, samples, lengths + fed, columns, fed, calls, private=private)
-        given = lm.without_weights(), rows, logits, lengths, held, keys, shares, *drawing
-        return calls(begin_program, *given, **static)
+        begun = self.prompts.read(calls, self.backend, compile_decoding if config.num_samples == 1 else None)
+        given = lm.without_weights(), begun.rows, begun.logits, begun.lengths, held, keys, begun.attended_share
+        return calls(begin_program, *given, *drawing, **static)
 
     @property
     def _programs(self) -> list[Program]:
         """Programs that answers may need after their first token."""
-        b, starts = self.lm.method.cache.block_size, self.context_tokens or [0] * len(self.prompt_ids)
-        ends = [start + len(ids) for start, ids in zip(starts, self.prompt_ids, strict=True)]
+        b, prompts = self.lm.method.cache.block_size, self.prompts
+        ends = [start + len(ids) for start, ids in zip(prompts.starts, prompts.ids, strict=True)]
         bounded = self.lm.method.cache.window < UNBOUNDED
         may_leave = bounded and any(end % b + self.config.max_new_tokens > b for end in ends)
         return [decode_program, leave_program] if may_leave else [decode_program]
-
-    def _whole_prompts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and lengths by row, context included."""
-        if self.context is None:
-            return pad_tokens(self.prompt_ids, self.lm.pad_token_id)
-        rows = [self.context.token_ids(i % self.context.batch) + ids for i, ids in enumerate(self.prompt_ids)]
-        return pad_tokens(rows, self.lm.pad_token_id)
 
     def advance(self, state: DecodingState, steps: int) -> DecodingState:
         """Up to `steps` more tokens per row."""

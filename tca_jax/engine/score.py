@@ -13,29 +13,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.cache import require_memory
-from tca_jax.engine.contexts import AppendedPrompts, Context
+from tca_jax.engine.contexts import Context, Prompts
 from tca_jax.engine.extend import align, feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import LAYER_WEIGHTS, ROWS, OverMesh, mean_of_devices, on_host, rows_of_device
-from tca_jax.engine.prompts import (
-    Prompt,
-    encode_continuation,
-    encode_prompt,
-    encode_prompts,
-    pad_tokens,
-    require_positions,
-)
-from tca_jax.engine.read import (
-    OUT,
-    Calls,
-    fork,
-    num_pages,
-    page_bytes,
-    pages_of_forks,
-    read,
-    require_finite,
-    run_layers,
-)
+from tca_jax.engine.prompts import Prompt, encode_continuation, encode_prompt, encode_prompts, pad_tokens
+from tca_jax.engine.read import OUT, Calls, Layers, require_finite
 from tca_jax.errors import check_integer, require
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
@@ -95,8 +78,10 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
     rows_of_device(lm, len(ids), "texts")
     padded, lengths = pad_tokens(ids, lm.pad_token_id)
     calls, tokens, places = Calls(), jnp.asarray(padded), jnp.minimum(lengths, lm.config.max_context)
-    x, out, shares, _ = run_layers(lm.for_programs(), tokens, places, places, None, calls, backend=kernels)
-    given, graphdef = (lm.last_layer_params, x, out, tokens, shares), lm.for_programs().layer_graphdef
+    layers = Layers(lm.for_programs(), tokens, places, places, None, calls, kernels)
+    layers.run(None)
+    given = lm.last_layer_params, layers.x, layers.out, tokens, layers.shares
+    graphdef = lm.for_programs().layer_graphdef
     found = calls(_score, lm.without_layers(), *given, graphdef=graphdef, top=int(top_logprobs))
     logprobs, shares, likeliest = on_host(found)
     rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
@@ -104,10 +89,10 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
     if likeliest is None:
         return Scores(ids, rows, shares.tolist())
     of_texts = zip(likeliest.ids, likeliest.logprobs, rows, strict=True)
-    return Scores(ids, rows, shares.tolist(), [_pairs(top, values, len(row)) for top, values, row in of_texts])
+    return Scores(ids, rows, shares.tolist(), [pairs(top, values, len(row)) for top, values, row in of_texts])
 
 
-def _pairs(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[list[tuple[int, float]]]:
+def pairs(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[list[tuple[int, float]]]:
     """Pairs (token id, log-probability) at the first `count` positions."""
     both = zip(ids[:count].tolist(), logprobs[:count].tolist(), strict=True)
     return [list(zip(*of_position, strict=True)) for of_position in both]
@@ -128,40 +113,23 @@ def _score_layers(
     pairs that its queries attended to; and the `top` likeliest tokens at each position."""
     x = nnx.merge(graphdef, weights).after_attention(x, out)
     hidden = lm.decoder.final_norm(x[:, :-1])
-    logprobs = logprobs_of_hidden(lm.decoder, hidden, tokens[:, 1:])
+    logprobs = scores_of_hidden(lm.decoder, hidden, tokens[:, 1:]).logprobs
     shares = mean_of_devices(shares, lm.head_shards) / lm.config.num_layers
     return logprobs, shares, _top_of_hidden(lm.decoder, hidden, top) if top else None
 
 
 class TokenScores(NamedTuple):
-    """A model's scores of tokens.
+    """A model's scores of tokens."""
 
-    Attributes:
-        logprobs: Natural log-probability of each, float32.
-        greedy: Whether no other token is likelier.
-    """
-
-    logprobs: Float32[Array, "*tokens"]
-    greedy: Bool[Array, "*tokens"]
+    logprobs: Float32[Array, "*tokens"]  # natural log-probability of each
+    greedy: Bool[Array, "*tokens"]  # whether no other token is likelier
 
 
 class Top(NamedTuple):
-    """The likeliest tokens at each position, the likeliest first.
-
-    Attributes:
-        ids: Their ids.
-        logprobs: Natural log-probability of each, float32.
-    """
+    """The likeliest tokens at each position, the likeliest first."""
 
     ids: Int[Array, "*tokens top"]
     logprobs: Float32[Array, "*tokens top"]
-
-
-def logprobs_of_hidden(
-    decoder: Decoder, hidden: Float[Array, "B L D"], tokens: Int[Array, "B L"]
-) -> Float32[Array, "B L"]:
-    """`scores_of_hidden` without the second half."""
-    return scores_of_hidden(decoder, hidden, tokens).logprobs
 
 
 def scores_of_hidden(decoder: Decoder, hidden: Float[Array, "B L D"], tokens: Int[Array, "B L"]) -> TokenScores:
@@ -263,29 +231,20 @@ def score_answers(
     allowed = f"must have as many for each of the {len(prompts)} prompts, at least 1"
     require(same, f"answers has {counts} entries: {allowed}")
     times = counts[0]
-    if context is None:
-        held = encode_prompts(lm, prompts)
-        rows = _encode_answers(lm, answers, held)
-        logprobs, greedy = _behind_prompts(lm, held, rows, kernels)
-    else:
-        appended = AppendedPrompts.create(lm, prompts, context)
-        require(context.batch == 1, f"context has {context.batch} rows: must have one, which all prompts share")
-        before = appended.context.token_ids()
-        rows = _encode_answers(lm, answers, [before + ids for ids in appended.ids])
-        logprobs, greedy = _behind_context(lm, appended, rows, kernels)
+    checked = Prompts.create(lm, prompts, context)
+    held = 1 if checked.context is None else checked.context.batch
+    require(held == 1, f"context has {held} rows: must have one, which all prompts share")
+    rows = [
+        _encode_answer(lm, answer, checked.before(i) + checked.ids[i], f"answers[{i}][{j}]")
+        for i, of_prompt in enumerate(answers)
+        for j, answer in enumerate(of_prompt)
+    ]
+    checked.require_positions(*(max(map(len, rows[i : i + times])) - 1 for i in range(0, len(rows), times)))
+    logprobs, greedy = _score_rows(dataclasses.replace(checked, times=times), rows, kernels)
     return AnswerScores(
         [logprobs[i : i + times] for i in range(0, len(rows), times)],
         [greedy[i : i + times] for i in range(0, len(rows), times)],
     )
-
-
-def _encode_answers(lm: LM, answers: Any, held: Sequence[list[int]]) -> list[list[int]]:
-    """Token ids of every answer, those to one prompt side by side; `held` are the tokens before them."""
-    return [
-        _encode_answer(lm, answer, before, f"answers[{i}][{j}]")
-        for i, (of_prompt, before) in enumerate(zip(answers, held, strict=True))
-        for j, answer in enumerate(of_prompt)
-    ]
 
 
 def _encode_answer(lm: LM, answer: Any, held: list[int], argument: str) -> list[int]:
@@ -293,45 +252,23 @@ def _encode_answer(lm: LM, answer: Any, held: list[int], argument: str) -> list[
     return encode_continuation(lm, answer, held, argument) if text else encode_prompt(lm, answer, argument)
 
 
-def _require_positions(
-    lm: LM, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], context_tokens: int = 0
-) -> None:
-    """Raises ValueError if a prompt leaves no positions for its answers, all but their last tokens."""
-    times = len(answers) // len(prompts)
-    for i, prompt in enumerate(prompts):
-        longest = max(map(len, answers[i * times : (i + 1) * times]))
-        require_positions(f"prompts[{i}]", len(prompt), longest - 1, lm, context_tokens=context_tokens)
-
-
-def _behind_prompts(
-    lm: LM, ids: list[list[int]], answers: list[list[int]], backend: Backend
-) -> tuple[list[np.ndarray], list[bool]]:
+def _score_rows(prompts: Prompts, answers: list[list[int]], backend: Backend) -> tuple[list[np.ndarray], list[bool]]:
     """Scores of each answer; those to one prompt side by side."""
-    times = len(answers) // len(ids)
-    _require_positions(lm, ids, answers)
-    tokens, lengths = pad_tokens(ids, lm.pad_token_id)
-    block_size, held = lm.method.cache.block_size, np.repeat(lengths, times)
-    places = held % block_size
-    given, given_lengths = pad_tokens(answers, lm.pad_token_id)
-    fed = None
-    if given_lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
-        columns = num_columns(int(np.max(places + given_lengths)), block_size)
-        fed = jnp.asarray(align(given, held, block_size=block_size, columns=columns))
-    layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
-    columns = 0 if fed is None else fed.shape[1]
-    more = pages_of_forks(lm, layout.batch * times, tokens.shape[1], columns) if columns else 0
-    need = page_bytes(lm) * (num_pages(lm, layout) + more)
-    require_memory(need, f"{len(answers)} answers to {len(ids)} prompts")
-    lm, of_rows = lm.for_programs(), jnp.asarray(lengths)
-    padded, calls = jnp.asarray(tokens), Calls()
-    logits, rows, _ = read(lm, padded, of_rows, of_rows, layout, calls, more_pages=more, backend=backend)
-    require_finite(lm, tokens, lengths, on_host(jnp.isfinite(logits).all(axis=-1)), "prompts")
-    first, rest = calls(_score_logits, lm.without_layers(), logits, jnp.asarray(given[:, 0])), None
-    if fed is not None:
-        starts, fed_lengths = jnp.asarray(held), jnp.asarray(given_lengths)
-        rows = fork(lm, rows, times, starts + fed_lengths, tokens.shape[1], columns, calls, private=True)
-        hidden = feed(lm, rows, fed, starts, fed_lengths, calls, keep_hidden=True, backend=backend).hidden
-        rest = calls(_score_appended, lm.without_layers(), hidden, fed, starts, fed_lengths)
+    lm, b, calls, rest = prompts.lm, prompts.lm.method.cache.block_size, Calls(), None
+    given, lengths = pad_tokens(answers, lm.pad_token_id)
+    held = np.repeat(np.add(prompts.starts, list(map(len, prompts.ids))), prompts.times).astype(np.int32)
+    places = held % b
+    if lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
+        prompts = dataclasses.replace(prompts, fed_tokens=num_columns(int(np.max(places + lengths)), b))
+    require_memory(prompts.kv_cache_bytes, f"{len(answers)} answers to {len(prompts.ids)} prompts")
+    begun = prompts.read(calls, backend)
+    prompts.require_finite(on_host(jnp.isfinite(begun.logits).all(axis=-1)))
+    first = calls(_score_logits, lm.without_layers(), begun.logits, jnp.asarray(given[:, 0]))
+    if columns := prompts.fed_tokens:
+        tokens = jnp.asarray(align(given, held, block_size=b, columns=columns))
+        starts, counts = jnp.asarray(held), jnp.asarray(lengths)
+        fed = feed(lm, begun.rows, tokens, starts, counts, calls, keep_hidden=True, backend=backend)
+        rest = calls(_score_appended, lm.without_layers(), fed.hidden, tokens, starts, counts)
     first, rest = on_host((first, rest))
     return _joined(first, rest, places, answers)
 
@@ -377,28 +314,3 @@ def scores_of_appended(
 
 _score_logits = Program(OverMesh(_scores_of_first, (ROWS, ROWS), ROWS))
 _score_appended = Program(OverMesh(scores_of_appended, (ROWS,) * 4, ROWS))
-
-
-def _behind_context(
-    lm: LM, checked: AppendedPrompts, answers: list[list[int]], backend: Backend
-) -> tuple[list[np.ndarray], list[bool]]:
-    """The same of prompts that follow a context, each of them together with its answer."""
-    _require_positions(lm, checked.ids, answers, context_tokens=checked.starts[0])
-    times = len(answers) // len(checked.ids)
-    asked = [ids for ids in checked.ids for _ in range(times)]
-    appended = AppendedPrompts.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], checked.context)
-    context, calls, lm = appended.context, Calls(), lm.for_programs()
-    rows, starts = appended.rows(lm, 0, calls)
-    fed = feed(lm, rows, appended.tokens, starts, appended.lengths, calls, keep_hidden=True, backend=backend)
-    finite = jnp.isfinite(fed.logits).all(axis=-1)
-    scores = calls(_score_appended, lm, fed.hidden, appended.tokens, starts, appended.lengths)
-    tokens, lengths = pad_tokens([context.token_ids() + ids for ids in appended.ids], lm.pad_token_id)
-    require_finite(lm, tokens, lengths, on_host(finite), "prompts")
-    place, scores = int(context.lengths[0]) % context.rows.page_size, on_host(scores)
-    logprobs, greedy = [], []
-    for row, (question, answer) in enumerate(zip(asked, answers, strict=True)):
-        first = place + len(question) - 1  # the score of a token is in the column before it
-        part = slice(first, first + len(answer))
-        logprobs.append(scores.logprobs[row, part])
-        greedy.append(bool(scores.greedy[row, part].all()))
-    return logprobs, greedy

@@ -50,7 +50,6 @@ class Request:
     slot: int | None = None  # row of the batch; None until it begins
     reserved: int = 0  # pages of its own, at most
     logits: Any = None  # of the token after what was fed, [1, V]
-    start: int = 0  # of its window, in the batch
     streamed: int = 0  # tokens of the answer that were handed out
     scheduled: int = 0  # tokens of the answer after all dispatched steps
     allowed: UInt8[np.ndarray, " W"] | None = None  # packed mask of the next token; None for all tokens
@@ -100,10 +99,9 @@ class Batch:
         return pages_of_forks(self._lm, 1, *sizes), max(self._lm.following_layout(1, *sizes).kept_columns)
 
     def _empty(self) -> DecodingState:
-        static: dict[str, Any] = {"rows": len(self.rows), "widths": self._widths, "pages": self._pool.total}
-        state = pages.empty_batch.run(self._bare_lm, **static, stops=_MAX_STOPS)
-        free = self._pool.free_pages([np.zeros(0, np.int32)] * self._pool.devices, self._pool.answers)
-        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, free=free))
+        table = self._pool.empty_table(len(self.rows), self._widths, [np.zeros(0, np.int32)] * self._pool.devices)
+        state = pages.empty_state.run(self._bare_lm, rows=len(self.rows), stops=_MAX_STOPS)
+        return dataclasses.replace(state, cache=table)
 
     @property
     def requests(self) -> list[Request]:
@@ -211,7 +209,6 @@ class Batch:
         fields["lengths"] = np.asarray([len(request.tokens)], np.int32)
         fields["min_new_tokens"] = np.asarray([config.min_new_tokens], np.int32)
         drawing = np.int32(request.slot or 0), request.logits, fields, self._sampling([request]), allowed
-        request.start = int(on_host(cache.start).reshape(-1, len(self.rows))[0, request.slot])  # devices agree
         state, output = pages.admit.run(self._bare_lm, state, *drawing)
         self._state, request.logits = dataclasses.replace(state, cache=cache), None
         self.pending = [(output, tuple(self.rows))]  # it has the tokens of the step before, too
@@ -221,16 +218,14 @@ class Batch:
         moving = [request for request in self.requests if request.scheduled < request.max_new_tokens]
         if not moving:
             return
-        leaving = [request for request in moving if self._leaves(request)]
+        evicts = any(map(self._may_evict, moving))
         for request in moving:
             request.scheduled += 1
-        for request in leaving:
-            request.start += self._pool.block_size
         limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
         state = dataclasses.replace(self._state, cache=self._pool.lend(self._state.cache))
         arguments = state, limit, sampling, allowed
-        state, output = self._step_program(arguments, bool(leaving))(self._program_lm, *arguments)
+        state, output = self._step_program(arguments, evicts)(self._program_lm, *arguments)
         self._state = dataclasses.replace(state, cache=self._pool.take_back(state.cache))
         self.pending.append((output, tuple(self.rows)))
 
@@ -259,10 +254,10 @@ class Batch:
             outputs.append((request, new, bool(finite[slot]), bool(done[slot])))
         return outputs
 
-    def _leaves(self, request: Request) -> bool:
-        """Whether a block leaves the window of a row at its next step."""
-        position = len(request.parent.tokens) + len(request.new) + request.scheduled - 1
-        return self._bounded and position - request.start >= self._widths.window * self._pool.block_size
+    def _may_evict(self, request: Request) -> bool:
+        """Whether the next token of a row enters a block and may find the window full."""
+        position, b = len(request.parent.tokens) + len(request.new) + request.scheduled - 1, self._pool.block_size
+        return self._bounded and position % b == 0 and position >= self._widths.window * b
 
     def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any], evicts: bool) -> Callable[..., Any]:
         """The program of these arguments, keyed by the few shapes that change: comparing all is as slow as a step."""
@@ -308,11 +303,13 @@ class Batch:
 
     def _widths_of(self, kept: int, tokens: int) -> Widths:
         """Entries of the table of a row of `tokens` tokens with `kept` pages of kept ones."""
-        policy, sizes = self._lm.method.cache, [kept, 0, mean_columns(self._lm.method.cache, tokens)]
-        bounded = policy.window < UNBOUNDED
-        sizes[1] = policy.window // policy.block_size + 1 if bounded else cdiv(tokens, policy.block_size)
-        kept, window, means = (bucket_length(width, _MIN_WIDTH) if width else 0 for width in sizes)
-        return Widths(kept, sizes[1] if bounded else window, means)
+        policy, b = self._lm.method.cache, self._pool.block_size
+
+        def bucket(width: int) -> int:
+            return bucket_length(width, _MIN_WIDTH) if width else 0
+
+        window = policy.window // b + 1 if policy.window < UNBOUNDED else bucket(cdiv(tokens, b))
+        return Widths(bucket(kept), window, bucket(mean_columns(policy, tokens)))
 
     def _widen(self, *wanted: Widths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""

@@ -57,7 +57,7 @@ class Document:
     table: Rows | None = None  # of one row, on the host, without pool; None until it was read
     pages: Numbers | None = None  # that the table names, in the order of `chunks`; None until it was read
     here: bool = False  # whether it has these pages on the device
-    moving: bool = False  # whether its keys and values are on their way there
+    arriving: list[Rows] | None = None  # copies of `chunks` on their way there
     chunks: list[Rows] | None = None  # its keys and values in host memory; None where they are not there
     logits: np.ndarray | None = None  # of the token after it, float32 [1, V]; not of named ones
     storing: bool = False  # whether it is to be stored
@@ -73,7 +73,7 @@ class Document:
         if self.error is not None:
             return "failed"
         if self.here:
-            return "moving" if self.moving else "device"
+            return "device" if self.arriving is None else "moving"
         return "host" if self.chunks is not None else "disk" if self.stored else "waiting"
 
     @property
@@ -98,7 +98,7 @@ class Documents:
         self._lm, self._bare_lm, self.pool = lm, lm.without_weights(), pool
         self._host_bytes, self._storage = host_bytes, storage
         self._chunk = max(1, min(pool.documents, _CHUNK_BYTES * pool.devices // pool.page_bytes))
-        self._arriving: list[tuple[Document, Numbers, Rows]] = []  # chunks on their way to the device
+        self._moving: list[Document] = []  # to the device
         self._loading: list[Document] = []  # from disk
         self.unread: list[Document] = []
         self.failures: list[tuple[Document, Exception]] = []
@@ -177,7 +177,7 @@ class Documents:
     def _release(self, document: Document) -> None:
         if document.here and document.pages is not None:
             self.pool.allocator.release(document.pages)
-        document.here = document.moving = False
+        document.here, document.arriving = False, None
 
     # The device
 
@@ -196,11 +196,10 @@ class Documents:
     def may_leave(self, own: Document | None) -> bool:
         """Whether a document may leave the device later: it has other users than that of `own`, or is being stored."""
         here = [each for each in self.all() if each.here]
-        return any(each.moving or each.storing or each.users > (each is own) for each in here)
+        return any(each.state == "moving" or each.storing or each.users > (each is own) for each in here)
 
     def renew(self) -> None:
         """Replaces the pool that a failed program has consumed; documents without another copy are read again."""
-        self._arriving = []
         for document in self.all():
             if document.here:
                 self._gone(document)
@@ -285,15 +284,14 @@ class Documents:
         old: Any = document.pages
         new = self.pool.allocator.take(list(map(len, old)))
         document.table, document.pages = self.pool.renumbered(table, old, new), new
-        document.here = document.moving = True
+        document.arriving, document.here = [], True
         try:
-            parts = zip(self._parts(new), chunks, strict=True)
-            arriving = [(document, part, jax.tree.map(_to_device, chunk)) for part, chunk in parts]
+            document.arriving = jax.tree.map(_to_device, chunks)
         except Exception:
             document.chunks = None  # it may be what is wrong
             self._gone(document)
             raise
-        self._arriving += arriving
+        self._moving.append(document)
         self._free_host(0)
 
     def move(self) -> bool:
@@ -301,24 +299,24 @@ class Documents:
         for document in [each for each in self._loading if each.loading is not None and each.loading.done()]:
             self._loading.remove(document)
             self._loaded(document)
-        left: list[tuple[Document, Numbers, Rows]] = []
-        for document, numbers, chunk in self._arriving:
-            if not document.moving:  # it was forgotten, or has failed
-                continue
+        for document in self._moving:
             try:
-                if all(x.is_ready() for x in jax.tree.leaves(chunk)):
-                    to = self.pool.lend(None, self.pool.free_pages(numbers, self._chunk))
-                    self.pool.take_back(pages.place_pages.run(self._bare_lm, to, chunk))
-                else:
-                    left.append((document, numbers, chunk))
+                self._place(document)
             except Exception as error:
                 document.chunks = None
                 self._gone(document)
                 self.failures.append((document, error))
-        for document in {each for each, *_ in self._arriving} - {each for each, *_ in left}:
-            document.moving = False
-        self._arriving = [each for each in left if each[0].moving]
-        return bool(self._arriving or self._loading)
+        self._moving = [each for each in self._moving if each.arriving is not None]
+        return bool(self._moving or self._loading)
+
+    def _place(self, document: Document) -> None:
+        """Writes a document's pages to the pool once all have arrived; not where it was forgotten meanwhile."""
+        chunks: Any = document.arriving
+        if chunks is not None and all(x.is_ready() for x in jax.tree.leaves(chunks)):
+            for numbers, chunk in zip(self._parts(document.pages or []), chunks, strict=True):
+                to = self.pool.lend(None, self.pool.free_pages(numbers, self._chunk))
+                self.pool.take_back(pages.place_pages.run(self._bare_lm, to, chunk))
+            document.arriving = None
 
     # The disk
 

@@ -45,10 +45,8 @@ class PagePool:
         self.on_mesh, self.devices = lm.mesh is not None, 1 if lm.head_shards is None else lm.head_shards.devices
         self.block_size, self.page_bytes = lm.method.cache.block_size, page_bytes(lm) * self.devices
         self.total, self.reserved, self._dtype = documents + answers, 0, lm.cache_dtype
-        self.allocator, self.of_answers = (
-            Allocator(self.total, self.devices),
-            np.zeros((self.devices, self.total), bool),
-        )
+        self.allocator = Allocator(self.total, self.devices)
+        self.of_answers = np.zeros((self.devices, self.total), bool)
         for device, numbers in enumerate(self.allocator.take(answers)):
             self.of_answers[device, numbers] = True
         self._no_bytes: Any = np.zeros((self.total, self.block_size, 0))  # the pool's size, for tables of the host
@@ -82,6 +80,11 @@ class PagePool:
             own[: len(of_device)] = of_device
         free: Any = padded, np.zeros(self.devices, np.int32)
         return self.on_device(FreePages(*(x[None] if self.on_mesh else x[0] for x in free)))
+
+    def empty_table(self, rows: int, widths: Widths, free: Numbers) -> Rows:
+        """Rows without tokens, which may take these pages; they come in as many places as answers have pages."""
+        table = empty_table.run(self._lm, rows=rows, widths=widths, pages=self.total)
+        return dataclasses.replace(table, free=self.free_pages(free, max(self.answers, len(free[0]))))
 
     def split(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
         """The pages of answers among these, and the others."""
@@ -178,17 +181,13 @@ def _empty_table(lm: LM, *, rows: int, widths: Widths, pages: int) -> Rows:
     return dataclasses.replace(bare(table), in_runs=False)
 
 
-def _empty_state(lm: LM, rows: int, stops: int, cache: Any) -> DecodingState:
-    """Ended rows without tokens; with room for a token of each, as the host gets the output of each step."""
+def _empty_state(lm: LM, *, rows: int, stops: int) -> DecodingState:
+    """Ended rows without cache; with room for a token of each, as the host gets the output of each step."""
     fields: dict[str, Any] = dict.fromkeys(("step", "last", "lengths", "min_new_tokens"), jnp.zeros(rows, jnp.int32))
-    fields |= dict.fromkeys(("done", "finite"), jnp.ones(rows, bool)) | dict.fromkeys(("seen", "top"))
+    fields |= dict.fromkeys(("done", "finite"), jnp.ones(rows, bool)) | dict.fromkeys(("seen", "top", "cache"))
     fields["tokens"], fields["logprobs"] = jnp.full((rows, 1), lm.pad_token_id, jnp.int32), jnp.zeros((rows, 1))
     fields["stop_tokens"] = jnp.full((rows, stops), lm.config.vocab_size, jnp.int32)
-    return DecodingState(**fields, keys=jax.random.split(jax.random.key(0), rows), cache=cache)
-
-
-def _empty_batch(lm: LM, *, rows: int, widths: Widths, pages: int, stops: int) -> DecodingState:
-    return _empty_state(lm, rows, stops, _empty_table(lm, rows=rows, widths=widths, pages=pages))
+    return DecodingState(**fields, keys=jax.random.split(jax.random.key(0), rows))
 
 
 def _place(lm: LM, pool: Rows, pages: Rows) -> Rows:
@@ -210,7 +209,7 @@ def _row_axis(x: Array) -> int:
 
 def _widen(lm: LM, table: Rows, *, widths: Widths, pages: int) -> Rows:
     no_bytes: Any = jnp.zeros((pages, lm.method.cache.block_size, 0))
-    return dataclasses.replace(dataclasses.replace(table, k=no_bytes).with_widths(widths), k=None)
+    return dataclasses.replace(dataclasses.replace(table, k=no_bytes).with_widths(widths), **_NO_POOL)
 
 
 def _refresh(
@@ -254,7 +253,9 @@ def _admit(
 ) -> tuple[DecodingState, Int32[Array, "4 R"]]:
     """Draws the first token of a row."""
     top, finite = jax.tree.map(lambda x: jnp.zeros_like(x[:1]), state.top), jnp.isfinite(logits).all(axis=-1)
-    alone = dataclasses.replace(_empty_state(lm, 1, 0, None), done=jnp.zeros(1, bool), top=top, finite=finite, **fields)
+    alone = dataclasses.replace(
+        _empty_state(lm, rows=1, stops=0), done=jnp.zeros(1, bool), top=top, finite=finite, **fields
+    )
     alone = draw(lm, alone, logits, sampling, allowed=allowed)
     state = jax.tree.map(lambda all_rows, x: all_rows.at[row].set(x[0]), state, alone)
     return state, _packed(state)
@@ -299,7 +300,7 @@ def _row(lm: LM, table: Rows, row: Int[Array, ""]) -> Rows:
 
 empty_pool = Program(OverMesh(_empty_pool, (), CACHES))
 empty_table = Program(OverMesh(_empty_table, (), CACHES))
-empty_batch = Program(OverMesh(_empty_batch, (), STATE))
+empty_state = Program(OverMesh(_empty_state, (), STATE))
 place_pages = Program(OverMesh(_place, (CACHES, CACHES), CACHES), donate=(1,))
 fetch_pages = Program(OverMesh(_fetch, (CACHES,), CACHES))
 widen = Program(OverMesh(_widen, (CACHES,), CACHES))

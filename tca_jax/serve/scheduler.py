@@ -22,8 +22,7 @@ from tca_jax.engine.pages import Numbers, Rows
 from tca_jax.engine.prompts import bucket_length, pad_tokens
 from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.programs import results_of, shapes_of
-from tca_jax.serve import pages
+from tca_jax.programs import shapes_of
 from tca_jax.serve.batch import Batch, Request, is_intact
 from tca_jax.serve.constraints import packed_mask
 from tca_jax.serve.documents import Document, Documents, pin, unpin
@@ -110,7 +109,8 @@ class Scheduler:
             self._recover(error)
         under_way |= documents.store()
         worked, self._no_pages, self._no_rows = False, False, False
-        for each in sorted([*documents.to_be_read(), *self._waiting], key=lambda each: each.arrival):
+        waiting: list[Document | Request] = [*documents.to_be_read(), *self._waiting]
+        for each in sorted(waiting, key=lambda each: each.arrival):
             with self._failing(each):
                 worked |= self._begin_reading(each) if isinstance(each, Document) else self._proceed(each)
         try:
@@ -257,20 +257,13 @@ class Scheduler:
             if request.slot is None:  # the error of another row has ended it
                 continue
             with self._failing(request):
-                self._require_finite(request, finite)
+                _require_finite(self._lm, request.tokens, finite, "prompts")
                 if done or request.streamed >= request.max_new_tokens:
                     self._leave(request, "stop" if done else "length")
                 elif new:
                     self._update_mask(request)
         if not batch.requests:  # the pending step has no rows left
             batch.pending.clear()
-
-    def _require_finite(self, request: Request, finite: bool) -> None:
-        """Raises ValueError, as `generate` does, unless a request's logits are finite."""
-        if not finite:
-            tokens = np.asarray([request.tokens], np.int32)
-            lengths, finite_rows = np.asarray([tokens.shape[1]], np.int32), np.zeros(1, bool)
-            read.require_finite(self._lm, tokens, lengths, finite_rows, "prompts")
 
     def _update_mask(self, request: Request) -> bool:
         """Computes the mask of an answer, if it has one, for the next token; whether the answer goes on."""
@@ -403,59 +396,26 @@ class Prefiller:
     def _read(self, group: list[Document], numbers: Numbers) -> Iterator[int]:
         """Reads documents into pages: starts to compile, then yields the tokens of each layer."""
         lm, pool, calls = self._lm.for_programs(), self._pool, read.Calls()
-        prompts: Any = pad_tokens([each.tokens for each in group], lm.pad_token_id)
-        tokens, lengths = prompts
-        layout = self._lm.cache_layout(len(group), tokens.shape[1])
-        outer, weightless, layers = lm.without_layers(), lm.without_weights(), range(lm.config.num_layers)
-        graphdef: dict[str, Any] = {"graphdef": lm.layer_graphdef}
-        of_prompts, room = read.layout_of_prompts(lm, layout)
-        static = graphdef | {"layout": of_prompts, "backend": self._backend}
-
-        def of_layer(number: int, x: Any, cos: Any, sin: Any, shares: Any, rows: Rows) -> tuple[Any, ...]:
-            given = lm.layer_params(number), x, shares, rows, cos, sin, lengths, lengths
-            return weightless, *given, *map(calls.number, (room, number))
-
-        def prepare(empty: Any) -> Any:
-            begin, _ = read.begin_program.prepare(outer, tokens, lengths, layout=None, more_pages=0)
-            x, cos, sin, shares, _ = results_of(begin)
-            different = layers if lm.method.layers_differ else layers[:1]
-            given = [of_layer(i, x, cos, sin, shares, empty) for i in different]
-            if lm.mesh is None:
-                read.compile_layers(lm, given, static, calls)
-            own = [read.static_layer(lm.method, i) for i in different]
-            attend = [
-                read.attend_program.prepare(*each, **static, layer=layer)[0]
-                for each, layer in zip(given, own, strict=True)
-            ]
-            out, shares, _ = results_of(attend[0])
-            after, _ = read.after_program.prepare(weightless, lm.layer_params(0), x, out, **graphdef)
-            end, _ = read.end_program.prepare(outer, lm.last_layer_params, x, out, lengths, shares, **graphdef)
-            return begin, attend, after, end
-
+        tokens, lengths = pad_tokens([each.tokens for each in group], lm.pad_token_id)
+        layout, backend = self._lm.cache_layout(len(group), tokens.shape[1]), self._backend
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:
                 given: Any = *map(jnp.asarray, (tokens, lengths, lengths)), layout, calls
-                own = functools.partial(read.read, lm, *given, backend=self._backend)
-                self._programs = self._compilers.submit(own)
+                self._programs = self._compilers.submit(functools.partial(read.read, lm, *given, backend=backend))
                 yield 0
                 logits, rows, shares = self._programs.result()
                 self._enter(group, *on_host((logits, shares, rows)))
                 return
-            widths = read.widths_of(lm, layout)
-            table = pages.empty_table.run(weightless, rows=len(group), widths=widths, pages=pool.total)
-            table = dataclasses.replace(table, free=pool.free_pages(numbers, len(numbers[0])))
-            self._programs = self._compilers.submit(prepare, shapes_of(pool.lend(table)))
+            table = pool.empty_table(len(group), read.widths_of(lm, layout), numbers)
+            layers = read.Layers(lm, tokens, lengths, lengths, layout, calls, backend)
+            self._programs = self._compilers.submit(layers.prepare, shapes_of(pool.lend(table)))
             yield 0
-            begin, attend, after, end = self._programs.result()
-            x, cos, sin, shares, _ = begin(outer, tokens, lengths)
-            for number in layers:
-                program = attend[number if lm.method.layers_differ else 0]
-                out, shares, rows = program(*of_layer(number, x, cos, sin, shares, pool.lend(table)))
-                table = pool.take_back(rows)
-                if number < layers[-1]:
-                    x = after(weightless, lm.layer_params(number), x, out)
+            self._programs.result()
+            layers.begin()
+            for number in range(lm.config.num_layers):
+                table = pool.take_back(layers.read(number, pool.lend(table)))
                 yield tokens.size
-            logits, shares = end(outer, lm.last_layer_params, x, out, lengths, shares)
+            logits, shares = layers.end()
             self._enter(group, *on_host((logits, shares, table)))
         finally:
             pool.allocator.release(numbers)  # documents use what they need of them
@@ -466,8 +426,7 @@ class Prefiller:
         for row, document in enumerate(group):
             own, of_row, share = logits[row : row + 1], row_of(table, row), float(shares[row])
             try:
-                ids, finite = np.asarray([document.tokens], np.int32), np.isfinite(own).all(axis=-1)
-                read.require_finite(self._lm, ids, np.asarray([ids.size], np.int32), finite, "document")
+                _require_finite(self._lm, document.tokens, bool(np.isfinite(own).all()), "document")
                 if rows.k is None:
                     self._documents.enter(document, of_row, share)
                 else:
@@ -475,3 +434,10 @@ class Prefiller:
             except Exception as error:
                 self._documents.fail(document, error)
             document.logits = None if document.named else own
+
+
+def _require_finite(lm: LM, tokens: list[int], finite: bool, argument: str) -> None:
+    """Raises ValueError, as `generate` does, unless the logits after these tokens are finite."""
+    if not finite:
+        lengths = np.asarray([len(tokens)], np.int32)
+        read.require_finite(lm, np.asarray([tokens], np.int32), lengths, np.zeros(1, bool), argument)
