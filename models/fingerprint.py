@@ -14,13 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, UInt32
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.names import MODEL, Layout, Parameter, parameters
+from tca_jax.models.names import Layout, Parameter, parameters
 from tca_jax.models.rope import RopeConfig
-from tca_jax.models.sharding import HeadOrders, axis_size, by_part, inverse_orders, mesh_of, reorder_heads, settled
+from tca_jax.models.sharding import (
+    HeadOrders,
+    constrained,
+    inverse_orders,
+    mesh_of,
+    reorder_heads,
+    settled,
+    within,
+)
 
 #: Fields of the configs that are not hashed: RoPE has its own fields, and a checkpoint's dtype may change. All others
 #: are, in profiles that live for years: a field that is added later may count only where it is not its default.
@@ -57,10 +65,9 @@ def fingerprint(decoder: Decoder, head_orders: HeadOrders | None = None) -> str:
 
 def tensor_checksums(parameter: Parameter, value: Float[Array, ...]) -> dict[str, UInt32[Array, " 2"]]:
     """Checksums of the tensors that a parameter is made of, by name; on a mesh each device reads its own part."""
-    mesh, layout, split = mesh_of(value), parameter.layout, parameter.split_axis
-    value = settled(value, parameter, mesh)  # a user may have split it otherwise
-    axis = 0 if split is None else layout.tensor_axis(split)
-    checksums = _checksums(value, layout=layout, axis=axis, spec=parameter.spec, mesh=mesh)
+    mesh = mesh_of(value)
+    with within(mesh):  # a user may have split it otherwise
+        checksums = _checksums(settled(value, parameter, mesh), layout=parameter.layout, mesh=mesh)
     return dict(zip(parameter.names, checksums, strict=True))
 
 
@@ -80,41 +87,21 @@ def _hashed(options: ModelConfig | RopeConfig) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "axis", "spec", "mesh"))
-def _checksums(
-    x: Float[Array, ...], *, layout: Layout, axis: int, spec: PartitionSpec, mesh: Mesh | None
-) -> list[UInt32[Array, " 2"]]:
-    """Checksums of the tensors of a weight; in one program, so that no tensor is copied out of the weight.
-
-    `axis` is the axis of the tensors that is split over the mesh.
-    """
-
-    split = MODEL in spec and axis_size(mesh, MODEL) > 1
-
-    def on_device(x: Array) -> list[Array]:
-        index = jax.lax.axis_index(MODEL) if split else 0
-        parts = zip(dataclasses.replace(layout, shape=x.shape).split(x), layout.tensor_shapes, strict=True)
-        sums = [_checksum(part, shape, axis, index * part.shape[axis]) for part, shape in parts]
-        return jax.lax.psum(sums, MODEL) if split else sums
-
-    return by_part(on_device, mesh, spec, PartitionSpec())(x)
+@functools.partial(jax.jit, static_argnames=("layout", "mesh"))
+def _checksums(x: Float[Array, ...], *, layout: Layout, mesh: Mesh | None) -> list[UInt32[Array, " 2"]]:
+    """Checksums of the tensors of a weight; in one program, so that no tensor is copied out of the weight."""
+    return [constrained(_checksum(part), mesh, PartitionSpec()) for part in layout.split(x)]
 
 
-def _checksum(
-    x: Float[Array, ...], shape: tuple[int, ...], axis: int, start: Int[Array, ""] | int
-) -> UInt32[Array, " 2"]:
-    """Two sums of hashed (index, value) pairs, modulo 2^32: exact, and independent of the order of summation.
-
-    x may be the part of a tensor of `shape` that begins at `start` on `axis`: the checksums of all parts add up to its.
-    """
+def _checksum(x: Float[Array, ...]) -> UInt32[Array, " 2"]:
+    """Two sums of hashed (index, value) pairs, modulo 2^32: exact, and independent of the order of summation."""
     x = x.astype(jnp.bfloat16)
     x = jnp.where(jnp.abs(x) < jnp.finfo(jnp.float16).tiny, jnp.zeros_like(x), x)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     index = jnp.zeros(x.shape, jnp.uint32)
-    for each in range(x.ndim):
-        stride = jnp.uint32(math.prod(shape[each + 1 :]) % 2**32)
-        first = jnp.uint32(start) if each == axis else jnp.uint32(0)
-        index += (jax.lax.broadcasted_iota(jnp.uint32, x.shape, each) + first) * stride
+    for axis in range(x.ndim):
+        stride = jnp.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
+        index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
     return jnp.stack([jnp.sum(_mix(bits ^ (index * jnp.uint32(odd)))) for odd in (0x9E3779B1, 0x85EBCA77)])
 
 

@@ -55,7 +55,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """A tensor, from a header."""
+    """A tensor, from a header; its parts are read as those of a slice of `safetensors`."""
 
     name: str  # in the GGUF file
     source: _Bytes
@@ -65,7 +65,7 @@ class GgufTensor:
     permuted_heads: int  # heads whose rows pair up as (2i, 2i + 1); 0: they pair up as (i, i + d / 2), or it has none
 
     def read(self, rows: slice = slice(None)) -> Float32[np.ndarray, ...]:
-        """Rows of axis 0, dequantized, in the checkpoint's order of rows before permuted heads are put back."""
+        """Rows of axis 0, dequantized, in the order of the file."""
         from gguf.quants import dequantize
 
         if len(self.shape) == 1:  # its blocks run along axis 0
@@ -83,6 +83,20 @@ class GgufTensor:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(fill, range(start, stop, step)))
         return found.reshape(stop - start, *self.shape[1:])
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """A part of the tensor, dequantized, as a Hugging Face checkpoint has it."""
+        first, *others = index if isinstance(index, tuple) else (index,)
+        if not self.permuted_heads and isinstance(first, slice):
+            return self.read(first)[(slice(None), *others)]
+        value = self.read()
+        if self.permuted_heads:
+            pairs = value.reshape(self.permuted_heads, -1, 2, *value.shape[1:])  # [heads, d / 2, 2, ...]
+            value = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(value.shape)
+        return value[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -106,17 +120,12 @@ class Gguf:
         return [name for name in self.tensors if name != _ROPE_FACTORS]
 
     def get_tensor(self, name: str) -> Float32[np.ndarray, ...]:
-        """A tensor, dequantized, as a Hugging Face checkpoint has it."""
-        tensor = self.tensors[name]
-        value = tensor.read()
-        if not (heads := tensor.permuted_heads):
-            return value
-        pairs = value.reshape(heads, -1, 2, *value.shape[1:])  # [heads, d / 2, 2, ...]
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(value.shape)
+        """A tensor, dequantized."""
+        return self.tensors[name][:]
 
-    def get_slice(self, name: str) -> _Slice:
+    def get_slice(self, name: str) -> GgufTensor:
         """A tensor that is read by part."""
-        return _Slice(self, name)
+        return self.tensors[name]
 
     def config(self) -> ModelConfig:
         """The model's shape; ValueError with the file's name where a key or tensor is missing or not supported."""
@@ -193,26 +202,6 @@ class Gguf:
         stored = next((g for g, hf in _OUTER.items() if name == f"{hf}.weight"), name)
         require(name in self.tensors, f"tensor '{stored}.weight' is missing")
         return self.tensors[name]
-
-
-class _Slice:
-    """A tensor of which parts are read: `slice[index]`, as `safetensors` has it."""
-
-    def __init__(self, gguf: Gguf, name: str) -> None:
-        self._gguf, self._name = gguf, name
-
-    def get_shape(self) -> list[int]:
-        return list(self._gguf.tensors[self._name].shape)
-
-    def get_dtype(self) -> str:
-        return "F32"
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        tensor = self._gguf.tensors[self._name]
-        axes = index if isinstance(index, tuple) else (index,)
-        if tensor.permuted_heads or not axes or not isinstance(axes[0], slice):
-            return self._gguf.get_tensor(self._name)[index]
-        return tensor.read(axes[0])[(slice(None), *axes[1:])]
 
 
 def find_gguf(path: Path) -> Path | None:

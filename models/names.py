@@ -101,7 +101,7 @@ _TABLE = (
 class Layout:
     """Order of the tensors of a parameter. Hashable: a static value under jit."""
 
-    shape: tuple[int, ...]  # of the parameter, or of a part of it that has a part of each tensor
+    shape: tuple[int, ...]  # of the parameter
     lead: int  # leading axes that parameter and tensors have in common
     trail: int  # trailing ones; tensors flatten the axes between into one
     widths: tuple[int, ...]  # size of each tensor on the last but one of these axes; empty for a single tensor
@@ -210,20 +210,6 @@ def parameters(decoder: Decoder) -> list[Parameter]:
 def scale_name(name: str, stored: Container[str]) -> str | None:
     """Name of the scales of a tensor of codes, among the names of a checkpoint; None where there are none."""
     return next((name + suffix for suffix in _SCALES if name + suffix in stored), None)
-
-
-def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Stored shapes of the embedding and of some tensors of the last layer, which depend on every size of the config.
-
-    They need the config only. `parameters` needs a decoder, which may not be built before its sizes are checked.
-    """
-    c, last = config, f"model.layers.{config.num_layers - 1}"
-    return {
-        EMBEDDING: (c.vocab_size, c.hidden_size),
-        f"{last}.self_attn.q_proj.weight": (c.num_heads * c.head_dim, c.hidden_size),
-        f"{last}.self_attn.k_proj.weight": (c.num_kv_heads * c.head_dim, c.hidden_size),
-        f"{last}.mlp.gate_proj.weight": (c.intermediate_size, c.hidden_size),
-    }
 
 
 def _row(path: tuple[Any, ...]) -> tuple[_Row, re.Match[str]]:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 from safetensors import SafetensorError, safe_open
@@ -35,24 +35,22 @@ from tca_jax.models.names import (
     EMBEDDING,
     HEAD,
     LAYER,
-    MODEL,
     Layout,
     Parameter,
-    outer_shapes,
     parameters,
     scale_name,
 )
-from tca_jax.models.projections import E4M3, quantize, scale_of
+from tca_jax.models.projections import E4M3, quantize
 from tca_jax.models.sharding import (
     HeadOrders,
     abstract_parameters,
-    axis_size,
-    by_part,
     check_mesh,
     check_orders,
+    constrained,
     reorder_heads,
     settled,
-    spec_sharding,
+    whole_mesh,
+    within,
 )
 
 if TYPE_CHECKING:
@@ -97,17 +95,6 @@ class LoadedCheckpoint(NamedTuple):
     fingerprint: str | None
 
 
-def load_decoder(
-    folder: Path,
-    config: ModelConfig,
-    dtype: DTypeLike = jnp.bfloat16,
-    progress: Callable[[int, int], None] | None = None,
-    mesh: Mesh | None = None,
-) -> Decoder:
-    """The decoder of a checkpoint folder; as `load_checkpoint`."""
-    return load_checkpoint(folder, config, dtype, progress, mesh).decoder
-
-
 def load_checkpoint(
     folder: Path,
     config: ModelConfig,
@@ -137,11 +124,11 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: no safetensors file, or a shard is missing.
         ValueError: a corrupt file, a missing or unexpected tensor, or one of unexpected shape or dtype; the
-            message names the file and the tensor. Sizes that differ from the checkpoint's are refused before anything
-            of these sizes is built. Or the mesh or the orders do not fit the model.
+            message names the file and the tensor. Or the mesh or the orders do not fit the model.
     """
     if mesh is not None:
         check_mesh(mesh, config)
+        mesh = whole_mesh(mesh)
     if head_orders is not None:
         check_orders(head_orders, config)
     folder = Path(folder)
@@ -149,8 +136,7 @@ def load_checkpoint(
     if config.tie_embeddings and HEAD in stored and not _are_equal(stored[HEAD], stored.get(EMBEDDING)):
         warnings.warn(f"{folder}: {HEAD!r} differs from the embedding: tie_word_embeddings is ignored", stacklevel=2)
         config = dataclasses.replace(config, tie_embeddings=False)
-    for name, shape in outer_shapes(config).items():  # before a decoder of the config's sizes is built
-        _check_tensor(folder, name, shape, stored, name != EMBEDDING and format_ is not None)
+    _require_stored(f"model.layers.{config.num_layers - 1}.mlp.down_proj.weight", stored, folder)  # takes long to build
     if format_ and not weights:
         _check_all_in_eight_bits(stored)
         weights = "fp8"
@@ -168,20 +154,21 @@ def load_checkpoint(
     source = _Source(stored, format_, mesh)
     checksums: dict[str, Array] = {}
     loaded = {}
-    for parameter, value in _read(source, wanted, placed_dtype, progress, in_float32=quantized):
-        if fingerprint_is_stale:
-            checksums |= tensor_checksums(parameter, value)
-        if head_orders is not None:
-            value = reorder_heads(value, parameter, head_orders, mesh)
-        if to := quantized.get(parameter.path):
-            scale = source.known_scale(parameter, to, head_orders)
-            specs = parameter.spec, to.codes.spec, to.scale.spec
-            parts = list(zip(to, quantize_kernel(value, scale, specs=specs, mesh=mesh), strict=True))
-        else:
-            parts = [(parameter, value.astype(dtype))]
-        del value
-        for each, part in parts:
-            loaded[each.path] = each.variable.replace(jax.block_until_ready(settled(part, each, mesh)))
+    with within(mesh):
+        for parameter, value in _read(source, wanted, placed_dtype, progress, in_float32=quantized):
+            if fingerprint_is_stale:
+                checksums |= tensor_checksums(parameter, value)
+            if head_orders is not None:
+                value = reorder_heads(value, parameter, head_orders, mesh)
+            if to := quantized.get(parameter.path):
+                scale = source.known_scale(parameter, to, head_orders)
+                specs = to.codes.spec, to.scale.spec
+                parts = list(zip(to, quantize_kernel(value, scale, specs=specs, mesh=mesh), strict=True))
+            else:
+                parts = [(parameter, value.astype(dtype))]
+            del value
+            for each, part in parts:
+                loaded[each.path] = each.variable.replace(jax.block_until_ready(settled(part, each, mesh)))
     decoder: Decoder = nnx.merge(nnx.graphdef(made), nnx.from_flat_state(loaded))
     shapes = {name: shape for parameter in found for name, shape in parameter.shapes.items()}
     return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if fingerprint_is_stale else None)
@@ -248,7 +235,7 @@ class _Source:
 
     def place(self, shard: Any, name: str, parameter: Parameter, dtype: Any) -> Array:
         """A tensor of an open file on its devices, not transposed."""
-        options: Any = {"specs": (parameter.stored_spec, parameter.tensor_spec), "mesh": self.mesh}
+        options: Any = {"spec": parameter.tensor_spec, "mesh": self.mesh}
         if self.stored[name].dtype != CODES:
             tensor = read_tensor(shard, self.stored[name].name, parameter, self.mesh)
             return place_tensor(tensor, dtype=dtype, transposed=parameter.transposed, **options)
@@ -311,8 +298,7 @@ def _read(
                 report(name)
                 if all(name in placed for name in parameter.names):
                     parts = tuple(placed.pop(name) for name in parameter.names)
-                    specs = parameter.tensor_spec, parameter.spec
-                    options: Any = {"layout": parameter.layout, "specs": specs, "mesh": source.mesh}
+                    options: Any = {"layout": parameter.layout, "spec": parameter.spec, "mesh": source.mesh}
                     yield parameter, join_tensors(parts, **options) if parts[1:] else parts[0]
 
 
@@ -405,11 +391,15 @@ def _check_tensors(
         warnings.warn(f"{folder}: {len(left)} tensors of other heads or layers are ignored: {left[0]!r}", stacklevel=3)
 
 
+def _require_stored(name: str, stored: Mapping[str, _Stored], folder: Path) -> None:
+    require(name in stored, f"{folder} lacks tensor {name!r}, which the model's config asks for")
+
+
 def _check_tensor(
     folder: Path, name: str, shape: tuple[int, ...], stored: Mapping[str, _Stored], in_eight_bits: bool
 ) -> None:
     """Checks a tensor's shape and dtype; in a checkpoint in eight bits projections may have these, or others."""
-    require(name in stored, f"{folder} lacks tensor {name!r}, which the model's config asks for")
+    _require_stored(name, stored, folder)
     found, allowed = stored[name], [*_STORED_BYTES, *([CODES] if in_eight_bits else [])]
     given = f"{found.file}: tensor {name!r} has shape {list(found.shape)} and dtype {found.dtype}"
     fits = found.shape == shape and found.dtype in allowed
@@ -468,75 +458,42 @@ def read_tensor(file: Any, name: str, parameter: Parameter, mesh: Mesh | None) -
         return parts[key]
 
     shape = view.shape if codes else tuple(view.get_shape())
-    return jax.make_array_from_callback(shape, spec_sharding(mesh, parameter.stored_spec), read)
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, parameter.stored_spec), read)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "transposed", "specs", "mesh"))
+@functools.partial(jax.jit, static_argnames=("dtype", "transposed", "spec", "mesh"))
 def place_tensor(
-    tensor: Array | np.ndarray,
-    *,
-    dtype: Any,
-    transposed: bool,
-    specs: tuple[PartitionSpec, PartitionSpec],
-    mesh: Mesh | None,
+    tensor: Array | np.ndarray, *, dtype: Any, transposed: bool, spec: PartitionSpec, mesh: Mesh | None
 ) -> Array:
     """A tensor on its devices, cast there, and not transposed."""
-
-    def on_device(tensor: Array) -> Array:
-        tensor = tensor.astype(dtype)
-        return tensor.T if transposed else tensor
-
-    return by_part(on_device, mesh, *specs)(tensor)
+    tensor = jnp.asarray(tensor, dtype)
+    return constrained(tensor.T if transposed else tensor, mesh, spec)
 
 
-@functools.partial(jax.jit, static_argnames=("block", "specs", "mesh"))
+@functools.partial(jax.jit, static_argnames=("block", "spec", "mesh"))
 def place_codes(
     codes: Array | np.ndarray,
     scale: Float32[Array | np.ndarray, "so si"],
     *,
     block: tuple[int, int],
-    specs: tuple[PartitionSpec, PartitionSpec],
+    spec: PartitionSpec,
     mesh: Mesh | None,
 ) -> Array:
     """Codes `[out, in]` times their scales, one for each block, on their devices: float32, not transposed."""
-
-    def on_device(codes: Array, scale: Array) -> Array:
-        part = jax.lax.axis_index(MODEL) if MODEL in specs[0] and axis_size(mesh, MODEL) > 1 else 0
-        of_axes = []
-        for size, of_block, split in zip(codes.shape, block, (*specs[0], None), strict=False):
-            start = part * size if split == MODEL else 0
-            of_axes.append((start + jnp.arange(size)) // of_block)
-        outputs, inputs = of_axes
-        return (codes.astype(jnp.float32) * scale[outputs[:, None], inputs]).T
-
-    return by_part(on_device, mesh, (specs[0], PartitionSpec()), specs[1])(codes, scale)
+    outputs, inputs = (jnp.arange(size) // of_block for size, of_block in zip(codes.shape, block, strict=True))
+    return constrained((codes.astype(jnp.float32) * scale[outputs[:, None], inputs]).T, mesh, spec)
 
 
 @functools.partial(jax.jit, static_argnames=("specs", "mesh"))
 def quantize_kernel(
-    kernel: Array,
-    scale: Array | None,
-    *,
-    specs: tuple[PartitionSpec, PartitionSpec, PartitionSpec],
-    mesh: Mesh | None,
-) -> tuple[Array, Array]:
+    kernel: Array, scale: Array | None, *, specs: tuple[PartitionSpec, PartitionSpec], mesh: Mesh | None
+) -> list[Array]:
     """Codes `[*out, in]` and scales `[*out]` of a kernel `[in, *out]`; by default its own scales."""
-
-    def on_device(kernel: Array, scale: Array | None) -> tuple[Array, Array]:
-        rows = jnp.moveaxis(kernel, 0, -1)
-        if scale is None:
-            scale = scale_of(rows)
-            if specs[0][:1] == (MODEL,) and axis_size(mesh, MODEL) > 1:  # a device has some of the inputs
-                scale = jax.lax.pmax(scale, MODEL)
-        return quantize(rows, scale)
-
-    return by_part(on_device, mesh, (specs[0], specs[2]), specs[1:])(kernel, scale)
+    parts = quantize(jnp.moveaxis(kernel, 0, -1), scale)
+    return [constrained(part, mesh, spec) for part, spec in zip(parts, specs, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "specs", "mesh"))
-def join_tensors(
-    tensors: tuple[Array, ...], *, layout: Layout, specs: tuple[PartitionSpec, PartitionSpec], mesh: Mesh | None
-) -> Array:
+@functools.partial(jax.jit, static_argnames=("layout", "spec", "mesh"))
+def join_tensors(tensors: tuple[Array, ...], *, layout: Layout, spec: PartitionSpec, mesh: Mesh | None) -> Array:
     """The parameter of its tensors."""
-    shape = layout.shape if mesh is None else spec_sharding(mesh, specs[1]).shard_shape(layout.shape)
-    return by_part(dataclasses.replace(layout, shape=shape).join, mesh, (specs[:1] * len(tensors),), specs[1])(tensors)
+    return constrained(layout.join(tensors), mesh, spec)

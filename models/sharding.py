@@ -13,17 +13,18 @@ the same on all devices of "model":
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -133,50 +134,45 @@ def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
         require(fits, f"mesh = ({given}): {MODEL}={devices} devices, but {name} has {words}: {allowed}")
 
 
-def parameter_specs(
-    config: ModelConfig, mesh: Mesh | AbstractMesh | None = None, param_dtype: DTypeLike = jnp.bfloat16
-) -> Any:
-    """The `PartitionSpec` of every parameter, in the structure of the decoder's state, for `jax.shard_map`.
+def whole_mesh(mesh: Mesh) -> Mesh:
+    """The mesh as programs know it: with both axes, of which one may be a single device, for the compiler to share out.
 
-    Axes that `mesh` lacks are left out.
+    So programs are the same for Auto and Explicit axes.
     """
-    return _by_parameter(config, param_dtype, lambda parameter: _spec_on(mesh, parameter.spec))
+    missing = tuple(axis for axis in (DATA, MODEL) if axis not in mesh.axis_names)
+    names = (*mesh.axis_names, *missing)
+    devices = mesh.devices.reshape(*mesh.devices.shape, *(1 for _ in missing))
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def decoder_shardings(config: ModelConfig, mesh: Mesh, param_dtype: DTypeLike = jnp.bfloat16) -> Any:
-    """The sharding of every parameter on a mesh, in the structure of the decoder's state."""
-    return _by_parameter(config, param_dtype, lambda parameter: spec_sharding(mesh, parameter.spec))
+def within(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Programs on arrays of a mesh run within it, whichever mesh the caller has set."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def spec_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
-    """The sharding of an array with this spec on a mesh, which may lack axes of the spec."""
-    return NamedSharding(mesh, _spec_on(mesh, spec))
+def constrained(value: Array, mesh: Mesh | None, spec: PartitionSpec) -> Array:
+    """A value of a program, which the compiler splits over a mesh so; without a mesh the value."""
+    return value if mesh is None else jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
 
 def settled(value: Array, parameter: Parameter, mesh: Mesh | None) -> Array:
-    """A parameter's value under the sharding object that `decoder_shardings` gives.
+    """A parameter's value under its sharding on a mesh.
 
     An equivalent sharding may be another object, for which programs would be compiled again.
     """
-    return value if mesh is None else jax.device_put(value, spec_sharding(mesh, parameter.spec))
+    return value if mesh is None else jax.device_put(value, NamedSharding(mesh, parameter.spec))
 
 
-def by_part(function: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`function` run by each device of a mesh on its parts of the arrays; without a mesh the function itself.
-
-    `in_specs` and `out_specs` are pytrees of `PartitionSpec`; axes that the mesh lacks count as None.
-    """
-    if mesh is None:
-        return function
-    in_specs, out_specs = jax.tree.map(functools.partial(_spec_on, mesh), (in_specs, out_specs))
-    # Unchecked, or every loop would need initial values whose type says that they differ between devices.
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+def parameter_specs(config: ModelConfig, param_dtype: DTypeLike = jnp.bfloat16) -> Any:
+    """The `PartitionSpec` of every parameter, in the structure of the decoder's state, for `jax.shard_map`."""
+    found = abstract_parameters(config, jnp.dtype(param_dtype))
+    return nnx.from_flat_state({each.path: each.variable.replace(each.spec) for each in found})
 
 
 def mesh_of(weight: Array) -> Mesh | None:
-    """The mesh of a weight; None on one device."""
+    """The mesh of a weight, as programs know it; None on one device."""
     mesh = getattr(weight.sharding, "mesh", None)
-    return mesh if isinstance(mesh, Mesh) else None
+    return whole_mesh(mesh) if isinstance(mesh, Mesh) else None
 
 
 def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None = None) -> Decoder:
@@ -185,10 +181,12 @@ def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None =
     `load_checkpoint` reads one directly into its shards. ValueError where the mesh does not fit the model.
     """
     check_mesh(mesh, decoder.config)
-    graphdef, state = nnx.split(decoder)
-    shardings = decoder_shardings(decoder.config, mesh, decoder.param_dtype)
-    sharded: Decoder = nnx.merge(graphdef, jax.device_put(state, shardings))
-    return sharded if head_orders is None else permute_heads(sharded, head_orders)
+    mesh = whole_mesh(mesh)
+    sharded = {
+        each.path: each.variable.replace(settled(each.variable[...], each, mesh)) for each in parameters(decoder)
+    }
+    decoder = nnx.merge(nnx.graphdef(decoder), nnx.from_flat_state(sharded))
+    return decoder if head_orders is None else permute_heads(decoder, head_orders)
 
 
 def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
@@ -209,17 +207,18 @@ def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
 
 
 def reorder_heads(value: Array, parameter: Parameter, orders: HeadOrders, mesh: Mesh | None) -> Array:
-    """A parameter's value with the KV heads of its layer in another order; unchanged if it has none or none moves.
-
-    Its sharding stays the same; `orders` are as for `permute_heads`.
-    """
+    """A parameter's value with the KV heads of its layer in another order, as `permute_heads` takes it; unchanged if it
+    has none or none moves."""
     if parameter.layer is None or not parameter.by_head:
         return value
     order = np.array(orders[parameter.layer], np.int32)
     if (order == np.arange(len(order))).all():
         return value
-    value = _reorder(value, order, axis=parameter.split_axis, spec=parameter.spec, mesh=mesh)
-    return settled(value, parameter, mesh)
+    with within(mesh):
+        value = _reorder(
+            settled(value, parameter, mesh), order, axis=parameter.split_axis, spec=parameter.spec, mesh=mesh
+        )
+        return settled(value, parameter, mesh)
 
 
 def inverse_orders(orders: HeadOrders) -> tuple[tuple[int, ...], ...]:
@@ -238,24 +237,9 @@ def check_orders(orders: HeadOrders, config: ModelConfig) -> None:
 def _reorder(
     x: Array, order: Int[Array | np.ndarray, " Hkv"], *, axis: int, spec: PartitionSpec, mesh: Mesh | None
 ) -> Array:
-    """A weight whose `axis` holds the KV heads, with the heads in another order; its sharding stays the same."""
-    devices = axis_size(mesh, MODEL)
-
-    def on_device(x: Array, order: Array) -> Array:
-        if devices == 1:
-            return _take_heads(x, order, order, axis)
-        held = order.size // devices
-        mine = jax.lax.dynamic_slice_in_dim(order, jax.lax.axis_index(MODEL) * held, held)
-        return _take_heads(jax.lax.all_gather(x, MODEL, axis=axis, tiled=True), mine, order, axis)
-
-    return by_part(on_device, mesh, (spec, PartitionSpec()), spec)(x, order)
-
-
-def _take_heads(x: Array, wanted: Array, heads: Array, axis: int) -> Array:
-    """The wanted heads of a weight that has all `heads` along an axis."""
-    by_head = x.reshape(*x.shape[:axis], heads.size, -1, *x.shape[axis + 1 :])
-    taken = jnp.take(by_head, wanted, axis=axis, unique_indices=True)
-    return taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    """A weight whose `axis` holds the KV heads, with the heads in another order."""
+    by_head = x.reshape(*x.shape[:axis], order.size, -1, *x.shape[axis + 1 :])
+    return constrained(jnp.take(by_head, order, axis=axis, unique_indices=True).reshape(x.shape), mesh, spec)
 
 
 @functools.lru_cache(maxsize=8)
@@ -265,17 +249,6 @@ def abstract_parameters(
     """Every parameter of a decoder of this shape, without values; cached, because many layers take seconds."""
     dtypes = {"dtype": dtype, "param_dtype": param_dtype}
     return tuple(parameters(nnx.eval_shape(lambda: Decoder(config, **dtypes, rngs=nnx.Rngs(0)))))
-
-
-def _by_parameter(config: ModelConfig, param_dtype: DTypeLike, function: Callable[[Parameter], Any]) -> Any:
-    """A value for each parameter of a decoder of this shape, in the structure of its state."""
-    found = abstract_parameters(config, jnp.dtype(param_dtype))
-    return nnx.from_flat_state({each.path: each.variable.replace(function(each)) for each in found})
-
-
-def _spec_on(mesh: Mesh | AbstractMesh | None, spec: PartitionSpec) -> PartitionSpec:
-    """The spec without the axes that a mesh lacks."""
-    return spec if mesh is None or MODEL in mesh.axis_names else PartitionSpec()
 
 
 def _listed(numbers: list[int]) -> str:

@@ -65,7 +65,7 @@ def layer_program(
 
         if shards is None:
             return on_device(weights, *arrays)
-        of_decoder = parameter_specs(shards.config, shards.mesh, shards.weights_dtype)
+        of_decoder = parameter_specs(shards.config, shards.weights_dtype)
         of_weights = of_decoder if "layers" in weights else of_decoder["layers"][0]
         in_specs = (of_weights, *inputs, *(SAME,) * (len(arrays) - len(inputs)))
         mapped = jax.shard_map(on_device, mesh=shards.mesh, in_specs=in_specs, out_specs=outputs, check_vma=derives)

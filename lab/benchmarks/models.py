@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import typer
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 import tca_jax
@@ -32,7 +32,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Parameter, parameters
 from tca_jax.models.projections import LARGEST_CODE, WEIGHTS
-from tca_jax.models.sharding import axis_size, by_part, check_mesh, settled, spec_sharding
+from tca_jax.models.sharding import axis_size, check_mesh, settled
 
 _STD = 0.02
 _DEVIATIONS = 8  # largest e4m3 code over the deviation of random codes
@@ -212,7 +212,7 @@ def _weight(parameter: Parameter, key: Array, num_layers: int, mesh: Mesh | None
     std = _STD / math.sqrt(2 * num_layers) if module in ("o", "down") else _STD
     if path[-1] == "scale":
         value = std / code_std if module in ("qkv", "o", "gate_up", "down") else 1
-        return jnp.full(shape, value, dtype, device=None if mesh is None else spec_sharding(mesh, parameter.spec))
+        return jnp.full(shape, value, dtype, device=None if mesh is None else NamedSharding(mesh, parameter.spec))
     std = code_std if path[-1] == "codes" else std
     return settled(_drawn(key, std, shape=shape, dtype=dtype, spec=parameter.spec, mesh=mesh), parameter, mesh)
 
@@ -222,11 +222,13 @@ def _drawn(
     key: Array, std: float | Array, *, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | None
 ) -> Array:
     """Normal numbers; each device draws its part."""
-    part = shape if mesh is None else spec_sharding(mesh, spec).shard_shape(shape)
+    part = shape if mesh is None else NamedSharding(mesh, spec).shard_shape(shape)
 
     def on_device(key: Array, std: Array) -> Array:
         if part != shape:
             key = jax.random.fold_in(key, jax.lax.axis_index(MODEL))
         return random_normal(key, part, dtype, std)
 
-    return by_part(on_device, mesh, (PartitionSpec(), PartitionSpec()), spec)(key, std)
+    if mesh is None:
+        return on_device(key, std)
+    return jax.shard_map(on_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False)(key, std)

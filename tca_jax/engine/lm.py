@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from tca_jax.engine.cache import CacheLayout
-from tca_jax.engine.mesh import HeadShards, Orders, mesh_name, whole_mesh
+from tca_jax.engine.mesh import HeadShards, Orders, mesh_name
 from tca_jax.engine.prompts import TokenizerWording
 from tca_jax.errors import UserTypeError, require, require_type
 from tca_jax.methods.base import Method
@@ -33,6 +33,7 @@ from tca_jax.models.sharding import (
     device_graphdef,
     parameter_specs,
     shard_decoder,
+    whole_mesh,
 )
 from tca_jax.pallas_kernels.kv import CODES
 
@@ -182,7 +183,7 @@ class LM:
         """Partition spec of each weight, in the structure of `params`."""
         if self.graphdef is None:  # `without_weights`
             return self.params
-        return parameter_specs(self.config, self.mesh, self.weights_dtype)
+        return parameter_specs(self.config, self.weights_dtype)
 
     def in_model_order(self, layer: int, values: np.ndarray) -> np.ndarray:
         """Values for each KV head of a layer, axis 0, reordered from the mesh's order to the model's."""

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Shaped
 
 from tca_jax.errors import UserError, require
 from tca_jax.methods.base import CachePolicy, Heads, per_head
 from tca_jax.models.names import MODEL
-from tca_jax.models.sharding import DATA, axis_size, parameter_specs
+from tca_jax.models.sharding import DATA, axis_size, parameter_specs, whole_mesh
 
 if TYPE_CHECKING:
     from tca_jax.engine.lm import LM
@@ -115,7 +115,7 @@ class OverMesh:
     def _inputs_of(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         def of_layer(weights: Any) -> Any:
             dtype = min((leaf.dtype for leaf in jax.tree.leaves(weights)), key=lambda dtype: dtype.itemsize)
-            return parameter_specs(lm.config, lm.mesh, dtype)["layers"][0]
+            return parameter_specs(lm.config, dtype)["layers"][0]
 
         given = zip(self._inputs, args, strict=False)
         return tuple(of_layer(arg) if spec is LAYER_WEIGHTS else spec for spec, arg in given)
@@ -167,17 +167,6 @@ def _specs_of(inputs: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
 def _part(mesh: Mesh, spec: PartitionSpec, x: Any) -> tuple[int, ...]:
     """Shape of a device's part of an array."""
     return NamedSharding(mesh, spec).shard_shape(np.shape(x))
-
-
-def whole_mesh(mesh: Mesh) -> Mesh:
-    """The mesh as programs know it: with both axes, of which one may be a single device, for the compiler to share out.
-
-    So programs are the same for Auto and Explicit axes.
-    """
-    missing = tuple(axis for axis in (DATA, MODEL) if axis not in mesh.axis_names)
-    names = (*mesh.axis_names, *missing)
-    devices = mesh.devices.reshape(*mesh.devices.shape, *(1 for _ in missing))
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def parse_mesh(text: str, argument: str) -> Mesh:

@@ -13,7 +13,7 @@ import tca_jax
 from tca_jax.models.config import read_config
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import parameters
-from tca_jax.models.params import load_checkpoint, load_decoder, save_decoder
+from tca_jax.models.params import load_checkpoint, save_decoder
 from tca_jax.models.projections import quantize
 from tca_jax.models.stored_quantization import StoredQuantization
 
@@ -95,7 +95,7 @@ def rounded(kernel):
 
 def test_kernels_are_quantized_by_output_channel(config, tmp_path):
     save_decoder(tmp_path, make(config), jnp.bfloat16)
-    wide = load_decoder(tmp_path, config, jnp.float32)
+    wide = load_checkpoint(tmp_path, config, jnp.float32).decoder
     loaded = load_checkpoint(tmp_path, config, jnp.bfloat16, weights="fp8")
     assert loaded.fingerprint == fingerprint(wide)  # profiles of the model in 16 bits are its own
     found = kernels(loaded.decoder)
@@ -112,7 +112,8 @@ def test_published_codes_are_dequantized(kind, config, tmp_path):
     assert read_config(tmp_path) == config
     save_decoder(tmp_path / "dense", make(config), jnp.float32)
     save_file(numbers, tmp_path / "dense" / "model.safetensors")
-    reference, loaded = load_decoder(tmp_path / "dense", config, jnp.float32), load_checkpoint(tmp_path, config)
+    reference = load_checkpoint(tmp_path / "dense", config, jnp.float32).decoder
+    loaded = load_checkpoint(tmp_path, config)
     assert loaded.fingerprint == fingerprint(reference)
     found = kernels(loaded.decoder)
     for path, kernel in kernels(reference).items():

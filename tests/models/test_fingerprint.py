@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.fingerprint import fingerprint
-from tca_jax.models.params import load_checkpoint, load_decoder, save_decoder
+from tca_jax.models.params import load_checkpoint, save_decoder
 
 # (family, RoPE type, options, fingerprint) of checkpoints that `golden_values` fills
 BIASED = {"attention_bias": True, "mlp_bias": True}
@@ -64,7 +64,7 @@ def test_weights_give_it_in_half_precision(stored, dtype, decoder, tmp_path):
     save_decoder(tmp_path, decoder, stored)
     loaded = load_checkpoint(tmp_path, decoder.config, dtype)
     assert loaded.fingerprint is None
-    assert fingerprint(loaded.decoder) == fingerprint(load_decoder(tmp_path, decoder.config, jnp.float32))
+    assert fingerprint(loaded.decoder) == fingerprint(load_checkpoint(tmp_path, decoder.config, jnp.float32).decoder)
 
 
 def test_any_other_weight_has_another_fingerprint(decoder):

@@ -11,7 +11,7 @@ from tca_jax.engine.prompts import encode_prompts
 from tca_jax.lab.models import find
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.params import load_decoder, save_decoder
+from tca_jax.models.params import load_checkpoint, save_decoder
 
 torch = pytest.importorskip("torch", reason="parity is measured against the torch models of transformers")
 
@@ -116,7 +116,7 @@ def test_logits_equal_transformers(family, rope_type, options, config_entries, t
     config = read_config(tmp_path)  # as transformers 5 wrote it
     assert config == ModelConfig.from_hf(entries)  # as 4.x wrote it
     assert config.dtype_name == dtype
-    check_logits(load_decoder(tmp_path, config, jnp.float32), model)
+    check_logits(load_checkpoint(tmp_path, config, jnp.float32).decoder, model)
 
 
 @pytest.mark.parametrize(("family", "rope_type"), [("llama", "llama3"), ("qwen3", "yarn")])

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from random_decoders import assert_equal_weights, random_decoder
 
 from tca_jax.models import sharding
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import parameters
-from tca_jax.models.params import load_decoder, read_tensor, save_decoder
-from tca_jax.models.sharding import check_mesh, inverse_orders, mesh_of, permute_heads, shard_decoder, spec_sharding
+from tca_jax.models.params import load_checkpoint, read_tensor, save_decoder
+from tca_jax.models.sharding import check_mesh, inverse_orders, mesh_of, permute_heads, shard_decoder, whole_mesh
 
 HEADS = {1: (4, 4), 4: (16, 4), 7: (28, 4)}  # group -> query heads, KV heads
 ORDERS = ((2, 0, 3, 1), (1, 3, 0, 2))
@@ -95,14 +95,14 @@ def test_the_width_is_gathered_exactly(tokens, operation, dtype, monkeypatch):
 def test_heads_are_exchanged_on_every_mesh(axes, shape, kind, config_entries):
     decoder, mesh = make(config_of(config_entries, "qwen2")), mesh_4(kind, axes, shape)
     sharded = shard_decoder(decoder, mesh)
-    assert {mesh_of(weight) for weight in jax.tree.leaves(nnx.state(sharded))} == {mesh}
+    assert {mesh_of(weight) for weight in jax.tree.leaves(nnx.state(sharded))} == {whole_mesh(mesh)}
     assert_equal_weights(sharded, decoder)
     with jax.set_mesh(mesh):
         moved = permute_heads(sharded, ORDERS)
     assert_equal_weights(moved, permute_heads(decoder, ORDERS))
     assert_equal_weights(shard_decoder(decoder, mesh, ORDERS), moved)
     for parameter in parameters(moved):
-        assert parameter.variable[...].sharding == spec_sharding(mesh, parameter.spec)  # nothing recompiles
+        assert parameter.variable[...].sharding == NamedSharding(whole_mesh(mesh), parameter.spec)  # nothing recompiles
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,12 @@ def test_weights_and_fingerprint_are_those_of_one_device(name, family, config, c
     if family != "llama":
         config = ModelConfig.from_hf(config_entries(family, num_key_value_heads=4))
     save_decoder(tmp_path, random_decoder(config), jnp.float32)
-    mesh, alone = mesh_4(**MESHES[name]), load_decoder(tmp_path, config, jnp.float32)
-    loaded = load_decoder(tmp_path, config, jnp.float32, mesh=mesh)
+    mesh, alone = mesh_4(**MESHES[name]), load_checkpoint(tmp_path, config, jnp.float32).decoder
+    loaded = load_checkpoint(tmp_path, config, jnp.float32, mesh=mesh).decoder
     assert_equal_weights(loaded, alone)
     assert nnx.graphdef(loaded) == nnx.graphdef(alone)
     for parameter in parameters(loaded):
-        assert parameter.variable[...].sharding == spec_sharding(mesh, parameter.spec)
+        assert parameter.variable[...].sharding == NamedSharding(whole_mesh(mesh), parameter.spec)
     with jax.set_mesh(mesh):
         assert fingerprint(loaded) == fingerprint(alone)
 
@@ -171,5 +171,5 @@ def test_each_part_of_a_tensor_is_read_once(name, parts, config):
         split = 1 if parameter.split_axis is None else parts
         for tensor in parameter.names:
             file = Counted(parameter.stored_shape(tensor))
-            read_tensor(file, tensor, parameter, mesh_4(**MESHES[name]))
+            read_tensor(file, tensor, parameter, whole_mesh(mesh_4(**MESHES[name])))
             assert file.sizes == [file.array.size // split] * split, tensor
