@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,6 @@ from tca_jax.calibration.probes import probed_texts
 from tca_jax.calibration.repetition import TARGETS
 from tca_jax.calibration.worth_profile import WorthProfile, measured_tables
 from tca_jax.cli.profiles import print_table
-from tca_jax.lab.benchmarks.common import Compilations, peak_memory
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import calibration_text
 from tca_jax.progress import progress
@@ -36,20 +34,15 @@ def main(
     texts: sticks.TextsOption = None,
 ) -> None:
     """Fits maps on texts of the calibration half; prints their correlation, shares of heads, and measured tables."""
-    compilations, lm = Compilations(), tca_jax.load(model)
-    started = time.monotonic()
+    lm = tca_jax.load(model)
     packed = pack_texts(lm, [calibration_text(seed, tokens, texts) for seed in range(count)], count, tokens)
     with progress(log=True) as report:
         found = fit_worth(lm, packed, targets=targets.split(","), progress=report)
-    seconds = time.monotonic() - started
     to.mkdir(parents=True, exist_ok=True)
     for name, maps in found.items():
         np.savez(to / f"{name}.npz", **dataclasses.asdict(maps))
         shares = " ".join(f"{share:.2f}" for share in np.sort(maps.shares.ravel())[::-1])
         print(f"{name}: correlation {np.nanmean(maps.correlation):.3f}; shares of heads at 20% in all: {shares}")
-    compiling, (peak, memory) = sum(compilations.by_program.values()), peak_memory()
-    took = f"{seconds:.0f} s, of these {compiling:.0f} s compiling"
-    print(f"{count} texts of {tokens:,} tokens: {took}; peak {peak / 1e9:.1f} GB of {memory} memory")
     if "worth" in found:
         profile = WorthProfile(found["worth"], 1.0, 1.0, (), (), lm.fingerprint, lm.name)
         with progress(log=True) as report:

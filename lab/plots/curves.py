@@ -124,7 +124,8 @@ def _draw(
         for method in shown:
             if line := sorted((x, y) for name, x, y in points if name == method):
                 x, y = zip(*line, strict=True)
-                axes.plot(x, y, "o-", label=method, color=figures.method_color(method), markersize=4, clip_on=False)
+                color = figures.METHOD_COLORS.get(method) or colormaps["tab20"](sum(map(ord, method)) % 20)
+                axes.plot(x, y, "o-", label=method, color=color, markersize=4, clip_on=False)
                 if method == BASELINE:
                     axes.axhline(max(y), color="#A0A0A0", linewidth=0.8, linestyle="--", zorder=1)
         axes.set_title(heading, fontsize=10, parse_math=False)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from tca_jax.errors import require
@@ -35,11 +33,6 @@ METHOD_COLORS = {
     "flexprefill": "#B5A000",
     "paper()": "#4D4D9F",
 }
-
-
-def method_color(method: str) -> Any:
-    """The color of a method, the same in each picture."""
-    return METHOD_COLORS.get(method) or colormaps["tab20"](sum(map(ord, method)) % 20)
 
 
 def titled(text: str, name: str) -> str:

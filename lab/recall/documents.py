@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,17 +64,11 @@ def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question]
     start = int(starts[rng.integers(bisect_left(starts, len(text) - body_bytes + 1))])
     # Uniform bytes, each moved to the next line boundary.
     offsets = rng.integers(body_bytes + 1, size=len(facts)).tolist()
-    cuts = [0, *sorted(_next_line(starts, start, body_bytes, offset) for offset in offsets), body_bytes]
+    last = bisect_right(starts, start + body_bytes) - 1
+    moved = [min(bisect_left(starts, start + offset), last) for offset in offsets]
+    cuts = [0, *sorted(int(starts[line]) - start for line in moved), body_bytes]
     parts = [text[start + a : start + b].decode("ascii") for a, b in itertools.pairwise(cuts)]
     before = itertools.accumulate((len(fact.line) for fact in facts), initial=0)
     places = tuple((fact, cut + taken) for fact, cut, taken in zip(facts, cuts[1:-1], before, strict=False))
     lines = [*(fact.line for fact in facts), ""]
     return Document("".join(itertools.chain.from_iterable(zip(parts, lines, strict=True))), tuple(questions), places)
-
-
-def _next_line(starts: np.ndarray, start: int, body_bytes: int, offset: int) -> int:
-    """First line boundary of the passage from `offset` on; the last one if none follows."""
-    index = bisect_left(starts, start + offset)
-    if index == len(starts) or starts[index] > start + body_bytes:
-        index -= 1
-    return int(starts[index]) - start

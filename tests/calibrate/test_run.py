@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import poison, qkv, unchecked
+from cases import unchecked
 from tiny import CONFIG as TINY
 from tiny import tiny_lm
 
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
-from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 
 CONFIG = TCAConfig(block_size=8, window=16, tau=0.7, criterion="retained_mass")
@@ -116,32 +115,6 @@ def test_wrong_texts_are_refused_before_any_work(texts, message):
 def test_options_of_predicted_worth_are_refused(lm, name, value):
     with pytest.raises(ValueError, match=rf"{name} = {value}: goes with predicted worth; leave out config"):
         calibrate(lm, random_ids(150), CONFIG, **{name: value})
-
-
-# --- scores of one layer ---------------------------------------------------------------------------
-
-RETAINED = TCAConfig(block_size=8, window=16, num_candidates=4, criterion="retained_mass")
-COLUMN = TCAConfig(block_size=8, window=16, num_candidates=4, criterion="column_mean")
-LENGTHS = np.array([75, 40], np.int32)
-
-
-@pytest.mark.parametrize("config", [RETAINED, COLUMN], ids=lambda config: config.criterion)
-def test_scores_rise_to_one(config):
-    q, k, _ = qkv(0, 2, 75, 4, 2, 16)
-    scores = np.asarray(calibration_scores(poison(q, LENGTHS), poison(k, LENGTHS), LENGTHS, config))
-    assert np.all(scores[..., -1] == 1)
-    assert np.all((scores > 0) & (scores <= 1) & (scores[..., :1] <= scores))
-    short = calibration_scores(q, k, np.array([23, 1], np.int32), config)  # within the window
-    np.testing.assert_array_equal(short, np.ones((2, 2, 5)))
-
-
-def test_retained_mass_counts_queries_past_the_window():
-    # All keys equal: every query spreads evenly. Length 25: query 24 alone has a block left of its window.
-    q, k = np.ones((1, 32, 1, 4), np.float32), np.zeros((1, 32, 1, 4), np.float32)
-    scores = np.asarray(calibration_scores(q, k, np.array([25], np.int32), RETAINED))[0, 0]
-    budgets = np.asarray(candidate_budgets(RETAINED, 1))[:, 0]  # of the one ranked block
-    assert (budgets[0], RETAINED.reserve_tokens) == (1, 2)
-    np.testing.assert_allclose(scores, 1 - (8 - np.maximum(budgets, 2)) / 25, rtol=1e-6)
 
 
 def test_choice_is_the_sparsest_that_reaches_the_threshold():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import TCA, DenseReference, random_prompt, tiny_lm, with_candidates
+from tiny import TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax.engine import extend
@@ -36,28 +36,6 @@ def context(sparse):
     return tca_jax.prefill(sparse, DOCUMENT)
 
 
-def reference(lm, document, appended, new_tokens):
-    """Greedy answer to tokens that are fed one by one behind a document."""
-    dense = DenseReference(lm, document)
-    logits, tokens = dense.logits, list(document)
-    for token in appended:
-        logits = dense.step(token, len(tokens))
-        tokens.append(token)
-    for _ in range(new_tokens):
-        tokens.append(int(np.argmax(logits)))
-        logits = dense.step(tokens[-1], len(tokens) - 1)
-    return tokens[-new_tokens:]
-
-
-@pytest.mark.integration
-def test_questions_equal_tokens_fed_one_by_one(sparse, context):
-    out = tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS)
-    for question, tokens in zip(QUESTIONS, out.tokens, strict=True):
-        assert tokens == reference(sparse, DOCUMENT, question, 30)
-    assert out.stats.prompt_tokens == [21, 3, 12]
-    assert out.stats.context_tokens == [101] * 3
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("method", "options", "tokens", "piece"),
@@ -77,6 +55,7 @@ def test_contexts_equal_one_long_prompt(full, method, options, tokens, piece, mo
     )
     assert out.tokens == whole.tokens
     np.testing.assert_allclose(out.logprobs, whole.logprobs, atol=2e-4)
+    assert (out.stats.prompt_tokens, out.stats.context_tokens) == ([tokens], [101])
     if method == "full":
         assert out.stats.kept_share == context.stats.kept_share == 1.0
         assert out.stats.kv_cache_bytes == out.stats.full_kv_cache_bytes
@@ -118,18 +97,6 @@ def test_questions_share_the_documents_pages(full, sparse):
         if lm is full:
             assert [four.kv_cache_bytes, one.kv_cache_bytes] == [each.full_kv_cache_bytes for each in (four, one)]
         assert one.kept_share == pytest.approx(four.kept_share)
-
-
-@pytest.mark.integration
-def test_a_batch_of_contexts_grows_row_by_row(sparse):
-    documents, options = [random_prompt(6, 77), random_prompt(7, 9)], {**OPTIONS, "max_new_tokens": 10}
-    context = tca_jax.prefill(sparse, documents)
-    grown = tca_jax.prefill(sparse, QUESTIONS[:2], context=context)
-    assert (context.batch, grown.stats.tokens) == (2, [77 + 21, 9 + 3])
-    assert not np.asarray(grown.rows.kept)[:, 1].any()  # all within the window
-    out = tca_jax.generate(sparse, [[5]] * 2, context=grown, **options)
-    for document, question, tokens in zip(documents, QUESTIONS[:2], out.tokens, strict=True):
-        assert tokens == reference(sparse, document, [*question, 5], 10)
 
 
 @pytest.mark.integration

@@ -15,5 +15,5 @@ def test_maps_of_targets_are_saved(tmp_path, monkeypatch, capsys):
     assert list(saved) == ["effect", "probability", "worth"]
     assert all(np.isfinite(maps).all() for maps in saved.values())
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in printed[:4]] == ["worth", "probability", "effect", "2 texts of 2,100 tokens"]
-    assert [line.split()[0] for line in printed[4:] if line.strip(" ─")][:2] == ["kept", "10.0%"]
+    assert [line.split(":")[0] for line in printed[:3]] == ["worth", "probability", "effect"]
+    assert [line.split()[0] for line in printed[3:] if line.strip(" ─")][:2] == ["kept", "10.0%"]

@@ -135,16 +135,6 @@ def test_massless_blocks_have_a_flat_index():
         np.testing.assert_allclose(block_density(scored, jnp.array([2]), config)[0, 0, :2], expected, rtol=1e-6)
 
 
-def test_index_of_single_tokens_and_flat_blocks():
-    single, flat = np.eye(8)[0] / 2, np.full(8, 1 / 16)
-    scored = _scored(np.concatenate([single, flat, np.zeros(16)])[None, None])
-    for index, expected in (("hhi", 1 - 1 / 8), ("entropy", 1.0)):
-        config = TCAConfig(block_size=8, window=16, index=index, alpha=1.0)
-        found = np.asarray(block_density(scored, jnp.array([2]), config))[0, 0, :2]
-        np.testing.assert_allclose(found[0] - found[1], expected, rtol=1e-6)
-        np.testing.assert_allclose(found[0], 1.0, rtol=1e-6)
-
-
 def test_blocks_of_one_token_are_fully_concentrated():
     scored = _scored(np.full((1, 1, 4), 0.25), block_size=1)
     for index in ("hhi", "entropy"):
@@ -194,20 +184,6 @@ def test_prompts_keep_at_most_their_capacity(seed, lengths, rows, reserve):
         capacities = method.cache.capacities(0, longest)
         assert (kept.sum(axis=-1) <= capacities).all()
         assert max(capacities) <= config.num_ranked_blocks(longest) * 8
-
-
-def test_the_reserve_follows_the_last_queries():
-    # One token of block 1 is looked at by an earlier query alone: it and its followers stay, the budgets know nothing.
-    config = TCAConfig(block_size=8, window=8, num_candidates=2, sigma=0.05, reserve=4, observation=3, spread=4)
-    q, k = np.zeros((1, 64, 1, 4), np.float32), np.zeros((1, 64, 1, 4), np.float32)
-    k[0, 14, 0], q[0, 61, 0] = 4.0, 4.0
-    lengths, row = np.array([64], np.int32), np.zeros(1, np.int32)
-    observed = np.asarray(tca_jax.select(q[:, 61:], k, row, lengths, config))[0, 0]
-    alone = np.asarray(tca_jax.select(q[:, 63], k, row, lengths, config))[0, 0]
-    assert observed[14:18].all()
-    assert observed.sum() == 7 + 2  # one of each block, and what the reserve adds in blocks 1 and 2: 2 tokens each
-    assert alone[:4].all()  # one query that looks nowhere: ties go to the lowest positions
-    assert alone.sum() == 6 + 4
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["a known layer", "a traced layer"])

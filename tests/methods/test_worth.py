@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.methods.worth import ReadSettings, attend_by_worth, block_means
-from tca_jax.pallas_kernels.causal_attention import causal_attention
+from tca_jax.methods.worth import ReadSettings, attend_by_worth
 
 LENGTHS, TOKENS, BLOCK, WINDOW = [640, 503], 640, 128, 256
 HEADS, GROUP, SIZE = 2, 2, 16
@@ -67,19 +66,3 @@ def test_tokens_blocks_and_means_equal_loops(theta, mass, means, stride):
         expected, attended = by_loops(*of_row, length, theta, mass, means, stride)
         np.testing.assert_allclose(out[row, :length], expected, atol=3e-5)
         np.testing.assert_allclose(pairs[row], attended.mean(), rtol=1e-6)
-
-
-def test_means_without_weights_are_plain():
-    _, k, v, worth, _ = drawn()
-    members = worth < 0
-    mean_k, mean_v, entropy = block_means(k, v, jnp.zeros_like(worth), members, BLOCK)
-    of_block = np.asarray(members[1, 0, :BLOCK])
-    for mean, x in ((mean_k, k), (mean_v, v)):
-        np.testing.assert_allclose(mean[1, 0, 0], np.asarray(x)[1, :BLOCK, 0][of_block].mean(axis=0), atol=1e-5)
-    np.testing.assert_allclose(entropy[1, 0, 0], np.log(of_block.sum()), rtol=1e-6)
-
-
-def test_everything_selected_is_full_attention():
-    q, k, v, worth, lengths = drawn()
-    out, _ = attend((q, k, v, worth, lengths), -jnp.inf, jnp.inf)
-    np.testing.assert_allclose(out, causal_attention(q, k, v, lengths), atol=3e-5)
