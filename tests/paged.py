@@ -34,10 +34,3 @@ def kept_tokens(rows, row, head, layer=0):
     tokens = np.arange(int(rows.kept[layer, row, head]))
     pages = np.asarray(rows.pages)[layer, row, head, tokens // rows.page_size]
     return np.stack([np.asarray(x)[pages, tokens % rows.page_size] for x in (rows.k, rows.v)])
-
-
-def local_tokens(rows, row, positions, layer=0):
-    """Keys and values of positions in the window `[2, Hkv, n, d]`."""
-    columns = rows.columns + (positions - int(rows.start[row])) // rows.page_size
-    pages = np.asarray(rows.pages)[layer, row][:, columns]
-    return np.stack([np.asarray(x)[pages, positions % rows.page_size] for x in (rows.k, rows.v)])

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged import local_tokens, read_layer
+from cases import qkv
+from paged import read_layer
 
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine.cache import CacheLayout
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
-DENSE, D = CONFIG.num_candidates, 16
+DENSE = CONFIG.num_candidates
 
 
 def method_of(candidates, config=CONFIG):
@@ -26,15 +27,10 @@ def plan(candidates, batch, prompt_tokens, fed_tokens=0, config=CONFIG):
     return CacheLayout.plan(policy, 1, len(candidates), batch, prompt_tokens, fed_tokens)
 
 
-def _qkv(seed, batch, tokens, heads=4, kv_heads=2, d=D):
-    rng = np.random.default_rng(seed)
-    return tuple(rng.normal(size=(batch, tokens, h, d)).astype(np.float32) for h in (heads, kv_heads, kv_heads))
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="fed")
-def read(method, layout, lengths, qkv, fed=0):
+def read(method, layout, lengths, inputs, fed=0):
     """Rows of one layer that hold prompts."""
-    return read_layer(method, layout, lengths, qkv, fed)[1]
+    return read_layer(method, layout, lengths, inputs, fed)[1]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -42,7 +38,7 @@ def test_every_page_is_named_once(batch):
     """Windows take one page a block, kept tokens one for each b of a head; none is left of a full plan."""
     candidates, lengths = (DENSE, DENSE), np.full(batch, 1000)
     layout = plan(candidates, batch, 1000, 24)
-    rows = read(method_of(candidates), layout, lengths, _qkv(0, batch, 1000), fed=24)
+    rows = read(method_of(candidates), layout, lengths, qkv(0, batch, 1000, 4, 2, 16), fed=24)
     named = np.asarray(rows.pages).ravel()
     assert len(np.unique(named[named < rows.num_pages])) == (named < rows.num_pages).sum() == int(rows.free.taken)
     assert int(rows.free.taken) == 2 * batch * (3 + 123)
@@ -52,8 +48,8 @@ def test_every_page_is_named_once(batch):
 
 def test_idle_rows_are_not_written():
     candidates, lengths = (7, DENSE), np.array([45, 30, 37])
-    rows = read(method_of(candidates), plan(candidates, 3, 64, 8), lengths, _qkv(0, 3, 64), fed=8)
-    _, k, v = map(jnp.asarray, _qkv(1, 3, 1))
+    rows = read(method_of(candidates), plan(candidates, 3, 64, 8), lengths, qkv(0, 3, 64, 4, 2, 16), fed=8)
+    _, k, v = map(jnp.asarray, qkv(1, 3, 1, 4, 2, 16))
 
     def write(fed):
         return rows.with_tokens(0, k, v, lengths[:, None], np.array(fed)[:, None], rows.start)
@@ -104,11 +100,3 @@ def test_pages_of_a_million_tokens_fit_int32():
     layout = CacheLayout.plan(policy, 32, 8, 1, 2**20, 4096)
     assert layout.num_pages * 128 * 128 > 2**31
     assert layout.num_pages < 2**31
-
-
-def test_unbounded_windows_hold_whole_pages():
-    full, qkv = methods.get("full"), _qkv(0, 2, 256)
-    rows = read(full, CacheLayout.plan(full.cache, 1, 2, 2, 256, 0), np.array([256, 128]), qkv)
-    for row, length in enumerate((256, 128)):
-        expected = np.stack([x[row, :length].swapaxes(0, 1) for x in qkv[1:]])
-        np.testing.assert_array_equal(local_tokens(rows, row, np.arange(length)), expected)

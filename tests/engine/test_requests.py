@@ -1,9 +1,7 @@
 """What a call of generation or scoring can be asked for beyond tokens."""
 
 import dataclasses
-import inspect
 import re
-import types
 from typing import get_type_hints
 
 import jax
@@ -14,9 +12,8 @@ from flax import nnx
 from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
 
 import tca_jax
-from tca_jax.engine import generation
-from tca_jax.engine import request as request_module
 from tca_jax.engine.generation_config import GenerationOptions, option_help
+from tca_jax.engine.request import AnswerReader, certain_characters
 from tca_jax.engine.score import score_answers
 from tca_jax.models.decoder import Decoder
 
@@ -135,16 +132,10 @@ class Letters:
         return {"input_ids": [len(self.parts)]}
 
 
-def request_of(lm, parts, stop, min_new_tokens=0, stop_token_ids=()):
-    model = dataclasses.replace(lm, tokenizer=Letters(*parts))
-    options = {"min_new_tokens": min_new_tokens, "stop": stop, "stop_token_ids": stop_token_ids}
-    config = tca_jax.GenerationConfig(max_new_tokens=len(parts), **options)
-    return request_module.Request.create(model, [[1, 2]], None, config, "auto")
-
-
-def state_after(step, parts):
-    """As much of a state as text is made of: token i is the i-th new one."""
-    return types.SimpleNamespace(step=np.array([step]), tokens=np.arange(len(parts))[None])
+def reader_of(lm, parts, stop, least=0, stop_token_ids=()):
+    """Reads answers whose i-th token is the i-th part."""
+    config = tca_jax.GenerationConfig(stop=stop, min_new_tokens=least, stop_token_ids=stop_token_ids)
+    return AnswerReader(dataclasses.replace(lm, tokenizer=Letters(*parts)), config)
 
 
 @pytest.mark.parametrize(
@@ -168,18 +159,15 @@ def test_the_first_complete_stop_string_ends_an_answer(lm, text, stop, least, to
     """However often one looks; special tokens are part of the text in which it is sought."""
     parts = [part.encode() for part in re.findall("<[a-z]*>|.", text)]
     for steps in ([len(parts)], [1, 3, len(parts)], range(1, len(parts) + 1)):
-        request = inspect.unwrap(request_of)(lm, parts, stop, least)
-        answers = [inspect.unwrap(type(request).answers)(request, state_after(step, parts)) for step in steps]
-        (answer,) = answers[-1]
+        reader = reader_of(lm, parts, stop, least)
+        *_, answer = (reader.read(list(range(step))) for step in steps)
         assert (len(answer.tokens), answer.text) == (tokens, left)
 
 
 @pytest.mark.parametrize(("least", "tokens"), [(0, 3), (2, 3), (3, 4)])
 def test_a_stop_token_counts_after_the_least(lm, least, tokens):
-    parts = [b"a", b"b", b"c", b"d"]
-    request = inspect.unwrap(request_of)(lm, parts, (), least, stop_token_ids=(2,))
-    (answer,) = inspect.unwrap(type(request).answers)(request, state_after(4, parts))
-    assert len(answer.tokens) == tokens
+    reader = reader_of(lm, [b"a", b"b", b"c", b"d"], (), least, stop_token_ids=(2,))
+    assert len(reader.read([0, 1, 2, 3]).tokens) == tokens
 
 
 @pytest.mark.parametrize(
@@ -190,24 +178,13 @@ def test_a_stop_token_counts_after_the_least(lm, least, tokens):
         (["é".encode()[:1], "é".encode()[1:], b"x", b"y"], ("zz",)),
     ],
 )
-def test_pieces_never_repeat(lm, parts, stop, monkeypatch):
-    answers = inspect.unwrap(request_module.Request.answers)
-    request = request_of(lm, parts, stop)
-    stand_in = types.SimpleNamespace(
-        rows=1,
-        config=request.config,
-        lm=lm,
-        decode_seconds=0,
-        start=lambda: 1,
-        prepare_steps=lambda state: None,
-        advance=lambda step, steps: step + 1,
-        is_finished=lambda step: step == len(parts),
-        steps=lambda step: step,
-        answers=lambda step: answers(request, state_after(step, parts)),
-    )
-    monkeypatch.setattr(generation, "output_of", lambda request, state: None)
-    pieces = inspect.unwrap(generation._pieces)(stand_in, single=True)
-    assert "".join(pieces) == b"".join(parts).decode(errors="replace")
+def test_pieces_never_repeat(lm, parts, stop):
+    reader, sent = reader_of(lm, parts, stop), ""
+    for step in range(1, len(parts) + 1):
+        answer = reader.read(list(range(step)))
+        certain = certain_characters(answer, stop, finished=step == len(parts))
+        sent += answer.text[len(sent) : max(len(sent), certain)]
+    assert sent == b"".join(parts).decode(errors="replace")
 
 
 def test_weights_that_are_not_finite_are_named():

@@ -55,17 +55,9 @@ def test_second_run_adds_to_a_folder():
 
 
 @pytest.mark.slow
-def test_suite_runs_and_continues():
-    assert run(*SUITE, "--out=late") == Path("late/table.md").read_text()
-    finished = {path: path.stat().st_mtime_ns for path in records("late")}
+def test_suites_fix_tasks_and_protocol():
     run(*SUITE, "--out=late")
-    listed = records("late").values()
-    assert {path: path.stat().st_mtime_ns for path in finished} == finished
-    assert {(record["suite"], record["protocol"]) for record in listed} == {("ruler", "late")}
-    assert len(listed) == len(finished)
-    assert (
-        "was made with samples = 1, this run has 2" in commands.run("eval", *SUITE, "--out=late", "--samples=2").stderr
-    )
+    assert {(record["suite"], record["protocol"]) for record in records("late").values()} == {("ruler", "late")}
 
 
 @pytest.mark.parametrize(
