@@ -48,51 +48,29 @@ class CacheLayout:
         prompt_tokens: int,  # padded prompt length, L
         fed_tokens: int,  # most tokens that are fed behind a prompt
         shards: HeadShards | None = None,  # how the heads are dealt out over a mesh; None on one device
+        *,
+        following: bool = False,  # whether prompts are in another cache, which these tokens follow
     ) -> CacheLayout:
-        """The cache of prompts and of the tokens that follow them.
+        """The cache of prompts and of the tokens that follow them, or of these alone.
 
         Raises:
             ValueError: the policy names no capacity for each KV head.
         """
-
-        def kept(layer: int) -> Int[np.ndarray, " Hkv"]:
-            return kept_of_prompt(policy, layer, prompt_tokens, num_kv_heads) + kept_behind(
-                policy, layer, prompt_tokens, fed_tokens, num_kv_heads
-            )
-
-        b, w = policy.block_size, policy.window
+        b, w, layers = policy.block_size, policy.window, range(num_layers)
+        behind = [kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads) for layer in layers]
+        if following:  # all but one token of the first block may have been there before
+            pages = tuple(_pages_by_device(behind[layer], b, b, shards, layer) for layer in layers)
+            return cls(b, w, batch, pages, max(1, cdiv(b - 1 + fed_tokens, b)), prompt_tokens)
+        kept = [kept_of_prompt(policy, layer, prompt_tokens, num_kv_heads) + behind[layer] for layer in layers]
         columns = min(cdiv(prompt_tokens + fed_tokens, b), w // b + 1 + cdiv(fed_tokens, b))
         region = math.lcm(REGION_ALIGNMENT, b)  # a selection comes in such pieces
-        pages = tuple(_pages_by_device(kept(layer), b, region, shards, layer) for layer in range(num_layers))
+        pages = tuple(_pages_by_device(kept[layer], b, region, shards, layer) for layer in layers)
         budgets = policy.shared_capacities(prompt_tokens, num_layers, num_kv_heads) or ()
         shared, together = [], num_layers // max(1, len(budgets))  # layers that share a budget
         for pool, most in enumerate(budgets):  # each head rounds up what it keeps of the prompt
-            behind = max(
-                kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads).max()
-                for layer in range(pool * together, (pool + 1) * together)
-            )
-            shared.append((round_up(most, region) // b, (region + round_up(int(behind), b)) // b))
+            of_head = int(np.max(behind[pool * together : (pool + 1) * together]))
+            shared.append((round_up(most, region) // b, (region + round_up(of_head, b)) // b))
         return cls(b, w, batch, pages, columns, prompt_tokens, tuple(shared))
-
-    @classmethod
-    def plan_following(
-        cls,
-        policy: CachePolicy,
-        num_layers: int,
-        num_kv_heads: int,
-        batch: int,
-        prompt_tokens: int,
-        fed_tokens: int,
-        shards: HeadShards | None = None,
-    ) -> CacheLayout:
-        """The cache of tokens that follow those of another cache; arguments are those of `plan`."""
-        b = policy.block_size
-        pages = tuple(
-            _pages_by_device(kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads), b, b, shards, layer)
-            for layer in range(num_layers)
-        )
-        # All but one token of the first block may have been there before.
-        return cls(b, policy.window, batch, pages, max(1, cdiv(b - 1 + fed_tokens, b)), prompt_tokens)
 
     @property
     def most_tokens(self) -> int:

@@ -303,17 +303,12 @@ class LM:
         vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
         return other
 
-    def cache_layout(self, batch: int, prompt_tokens: int, fed_tokens: int = 0) -> CacheLayout:
-        """Static shape of the cache of prompts; on a mesh, of a device."""
-        c = self.config
-        sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, fed_tokens, self.head_shards
-        return CacheLayout.plan(self.method.cache, *sizes)
-
-    def following_layout(self, batch: int, prompt_tokens: int, fed_tokens: int) -> CacheLayout:
-        """Static shape of the cache of tokens that follow those of another cache; on a mesh, of a device."""
-        c = self.config
-        sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, fed_tokens, self.head_shards
-        return CacheLayout.plan_following(self.method.cache, *sizes)
+    def cache_layout(
+        self, batch: int, prompt_tokens: int, fed_tokens: int = 0, *, following: bool = False
+    ) -> CacheLayout:
+        """Static shape of the cache of prompts and their continuation, or of this alone; on a mesh, of a device."""
+        sizes = self.config.num_layers, self.config.num_kv_heads, batch, prompt_tokens, fed_tokens, self.head_shards
+        return CacheLayout.plan(self.method.cache, *sizes, following=following)
 
 
 def stored_entry(lm: LM) -> dict[str, str]:

@@ -116,7 +116,7 @@ def full_bytes(lm: LM, starts: Sequence[int], times: int, ends: Sequence[int]) -
 
 def pages_of_forks(lm: LM, rows: int, prompt_tokens: int, fed_tokens: int) -> int:
     """Pages that rows need beside those of the rows that they continue; on a mesh, of a device."""
-    layout, policy = lm.following_layout(rows, prompt_tokens, fed_tokens), lm.method.cache
+    layout, policy = lm.cache_layout(rows, prompt_tokens, fed_tokens, following=True), lm.method.cache
     begun = int(max(lm.cache_layout(1, prompt_tokens, fed_tokens).kept_columns) > 0)  # of kept tokens
     if means := mean_columns(policy, fed_tokens + policy.block_size):
         begun += 1 + means

@@ -15,13 +15,12 @@ from tca_jax.engine.contexts import OF_ROWS, ContextIdentity
 from tca_jax.engine.mesh import HeadShards, on_host
 from tca_jax.engine.pages import FreePages, Rows, Scored
 from tca_jax.errors import explaining, require
-from tca_jax.methods.registry import current_types
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.rope import RopeConfig
 from tca_jax.pallas_kernels.kv import CODES, EightBits
 from tca_jax.persistence import load, save
 
-FORMAT_VERSION, _READ_VERSIONS = 4, (2, 3, 4)
+FORMAT_VERSION = 4
 _KIND = "context"
 _OF_TABLE, _SCORED = ("pages", "kept", "start", "own", "length"), ("scores", "pages", "bias", "raised")
 _EIGHT_BITS = ("words", "exponents")
@@ -50,9 +49,9 @@ def load_context(directory: str | os.PathLike[str]) -> dict[str, Any]:
     folder, metadata, arrays = load(_KIND, directory)
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
     require(
-        version in _READ_VERSIONS,
+        version == FORMAT_VERSION,
         f"{folder}: format_version = {version!r}: tca_jax {importlib.metadata.version('tca-jax')} reads "
-        f"{list(_READ_VERSIONS)}; read the document again and save that context",
+        f"{FORMAT_VERSION}; read the document again and save that context",
     )
     broken = (ValueError, TypeError, KeyError, AttributeError)
     with explaining(f"{folder}: damaged, or of another version of tca_jax", *broken):
@@ -82,54 +81,21 @@ def _context(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str
     dtype, shards = jnp.dtype(metadata["dtype"]), metadata.get("shards")
     shards = None if shards is None else _made(HeadShards, shards)
     pools = [_stored(arrays, name, dtype) for name in ("k", "v")]
-    if metadata["format_version"] == FORMAT_VERSION:
-        window, window_pages = metadata["window"], metadata["window_pages"]
-        table = {name: arrays[name] for name in _OF_TABLE}
-        scored = None
-        if "scored.pages" in arrays:
-            of_scores = {name: arrays[f"scored.{name}"] for name in _SCORED}
-            floats = {name: of_scores[name].view(np.float32) for name in ("scores", "bias")}
-            scored = Scored(**of_scores | floats)
-    else:
-        window, scored = metadata["layout"]["window"], None
-        table, window_pages = _table_of_layers(metadata["layout"], arrays, pools[0].shape[-3])
+    table, scored = {name: arrays[name] for name in _OF_TABLE}, None
+    if "scored.pages" in arrays:
+        of_scores = {name: arrays[f"scored.{name}"] for name in _SCORED}
+        floats = {name: of_scores[name].view(np.float32) for name in ("scores", "bias")}
+        scored = Scored(**of_scores | floats)
     lead = table["start"].shape[:-1]  # of a mesh
     nothing: Any = np.zeros((*lead, 0), np.int32)
     free = FreePages(nothing, np.zeros(lead, np.int32))  # type: ignore[arg-type]
-    rows = Rows(k=pools[0], v=pools[1], free=free, **table, scored=scored, window_pages=window_pages)
+    rows = Rows(k=pools[0], v=pools[1], free=free, **table, scored=scored, window_pages=metadata["window_pages"])
     of_rows = {name: arrays[name] for name in OF_ROWS}
     of_rows["attended_share"] = of_rows["attended_share"].view(np.float32)
     own = dict(metadata["identity"])
     config = _made(ModelConfig, {**own["config"], "rope": _made(RopeConfig, own["config"]["rope"])})
-    own |= {"config": config, "method_description": current_types(own["method_description"])}
-    identity = _made(ContextIdentity, own)
-    return {"identity": identity, "rows": rows, "window": window, "shards": shards, **of_rows}
-
-
-def _table_of_layers(layout: Mapping[str, Any], arrays: Mapping[str, Any], pages: int) -> tuple[dict[str, Any], int]:
-    """The table of a context of format 2 or 3, which has arrays for each layer, and the pages of a window."""
-    layers, b = len(layout["kept_pages"]), layout["block_size"]
-    tables, kept = ([arrays[f"{name}.{layer}"] for layer in range(layers)] for name in ("tables", "kept"))
-    columns = [max(max(of_device) for of_device in of_layer) for of_layer in layout["kept_pages"]]
-    start, lengths = arrays["start"], arrays["lengths"].astype(np.int32)
-    mesh = start.ndim > 1
-    if mesh:  # its rows are those of devices on "data", the same on "model"
-        lengths = np.broadcast_to(lengths.reshape(start.shape[0], 1, -1), start.shape)
-    most, count = max(columns), min(layout["window"] // b + 1, layout["window_columns"])
-    # A block that had left the window, and whose tokens were kept, could still be in it.
-    left = np.maximum(lengths // b * b - layout["window"], 0)
-    same = arrays["prompt_lengths"].astype(np.int32).reshape(lengths.shape) == lengths if not mesh else True
-    first = np.where(same, left, start) if not mesh else left
-    named = []
-    for table, own in zip(tables, columns, strict=True):
-        part, window = np.split(table, [own], axis=-1)
-        place = (first - start)[..., None, None] // b + np.arange(count)
-        window = np.take_along_axis(window, np.minimum(place, window.shape[-1] - 1) + 0 * window[..., :1], axis=-1)
-        wide = np.pad(part, (*((0, 0),) * (part.ndim - 1), (0, most - own)), constant_values=pages)
-        named.append(np.concatenate([wide, window], axis=-1))
-    axis = 2 if mesh else 0
-    table = {"pages": np.stack(named, axis=axis), "kept": np.stack(kept, axis=axis)}
-    return table | {"start": first, "own": np.zeros_like(first), "length": lengths}, count
+    identity = _made(ContextIdentity, own | {"config": config})
+    return {"identity": identity, "rows": rows, "window": metadata["window"], "shards": shards, **of_rows}
 
 
 def _made(kind: Any, fields: Mapping[str, Any]) -> Any:

@@ -11,7 +11,6 @@ import functools
 import importlib
 import inspect
 import json
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,11 +36,6 @@ class Configuration(Protocol):
 _GROUP = "tca_jax.methods"
 _IN_CORE = {name: f"tca_jax.methods.{name}:{name}" for name in ("full", "streaming", "tca")}
 _FACTORIES: dict[str, Factory] = {}
-#: Methods that moved to the lab, in descriptions of before.
-_MOVED = re.compile(
-    r"tca_jax\.methods(?=\.(?:adakv|cake|duoattention|expected_attention|flexprefill|h2o|keydiff|kvzip|kvzip_heads|minference|"
-    r"pyramidkv|quest|random|repetition|snapkv|tova|xattention)\.)"
-)
 
 
 def register(name: str, factory: Factory, *, replace: bool = False) -> None:
@@ -179,11 +173,6 @@ def _make(name: str, options: Mapping[str, Any]) -> Method:
 def describe_method(method: Method) -> str:
     """Canonical JSON of a method, the same in every process: its policies' types and all of their options."""
     return json.dumps(_described(method), sort_keys=True, separators=(",", ":"))
-
-
-def current_types(description: str) -> str:
-    """A description of any version, with types by the names that they have now."""
-    return _MOVED.sub("tca_jax.lab.rivals", description)
 
 
 def unknown_types(description: str) -> list[str]:

@@ -96,7 +96,7 @@ class Batch:
         """Pages that a row after a document needs beside its pages, and how many of them for kept tokens of a head."""
         most = self._lm.config.max_context
         sizes = min(most, bucket_length(document_tokens)), min(most, bucket_length(own_tokens))
-        return pages_of_forks(self._lm, 1, *sizes), max(self._lm.following_layout(1, *sizes).kept_columns)
+        return pages_of_forks(self._lm, 1, *sizes), max(self._lm.cache_layout(1, *sizes, following=True).kept_columns)
 
     def _empty(self) -> DecodingState:
         table = self._pool.empty_table(len(self.rows), self._widths, [np.zeros(0, np.int32)] * self._pool.devices)

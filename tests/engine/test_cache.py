@@ -91,7 +91,7 @@ def test_windows_are_no_longer_than_needed():
     full = methods.get("full").cache
     layout = CacheLayout.plan(full, 1, 2, 1, 1000, 100)
     assert (layout.num_window_pages, layout.window_columns, layout.has_ranked_blocks) == (9, 9, False)
-    behind = CacheLayout.plan_following(full, 1, 2, 1, 1000, 100)
+    behind = CacheLayout.plan(full, 1, 2, 1, 1000, 100, following=True)
     assert behind.num_window_pages == 2  # the first block may begin with 127 tokens of what was before
 
 

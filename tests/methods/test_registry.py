@@ -10,7 +10,7 @@ from tiny import masked_greedy, random_prompt, tiny_lm
 import tca_jax
 from tca_jax import methods
 from tca_jax.methods.base import Heads
-from tca_jax.methods.registry import _FACTORIES, current_types, describe_method, with_known
+from tca_jax.methods.registry import _FACTORIES, with_known
 from tca_jax.methods.written import joined, parse_parts
 from tca_jax.models.rope import RopeConfig
 
@@ -55,13 +55,6 @@ def test_models_give_their_rotation_to_methods():
     dynamic = dataclasses.replace(lm, config=dataclasses.replace(lm.config, rope=rope))
     with pytest.raises(ValueError, match=r"this model's RoPE changes with the length \(dynamic\)"):
         dynamic.with_method(bare)
-
-
-def test_descriptions_of_moved_methods_stay_readable():
-    pair = methods.get("tca+kvzip", tca={"candidates": 3}, kvzip={"share": 0.5})
-    described = describe_method(pair)
-    before = described.replace("tca_jax.lab.rivals", "tca_jax.methods")
-    assert before != described == current_types(before) == current_types(described)
 
 
 # As written on a command line
