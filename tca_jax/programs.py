@@ -20,10 +20,20 @@ _MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 
 _NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}  # launches in a graph, at least
 _OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
-_kept: dict[tuple[Hashable, ...], Any] = {}  # least recently used first
-_compiling: dict[tuple[Hashable, ...], Future[Any]] = {}
+_kept: dict[_Key, Any] = {}  # least recently used first
+_compiling: dict[_Key, Future[Any]] = {}
 _compilers = ThreadPoolExecutor(4, thread_name_prefix="tca-jax-compile")
 _lock = threading.Lock()  # several threads may compile at once
+
+
+class _Key(tuple[Hashable, ...]):
+    """A tuple whose hash is computed once: that of a model's static parts takes long."""
+
+    def __hash__(self) -> int:
+        found: int | None = vars(self).get("hash")
+        if found is None:
+            found = vars(self)["hash"] = super().__hash__()
+        return found
 
 
 class Program:
@@ -59,10 +69,6 @@ class Program:
         """Calls the executable, which is compiled first unless that was done before."""
         return self.prepare(*args, **static)[0](*args)
 
-    def is_compiled(self, *args: Any, **static: Any) -> bool:
-        """Whether the program is there for these arguments."""
-        return self._key(args, static) in _kept
-
     def compile_ahead(self, *args: Any, **static: Any) -> Any:
         """Traces the function for these arguments, or shapes, and has a thread compile it; `prepare` waits for it.
 
@@ -79,10 +85,11 @@ class Program:
                 _compiling[key] = _compilers.submit(_compile, key, lowered)
         return results_of(lowered)
 
-    def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> tuple[Hashable, ...]:
+    def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> _Key:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((jax.typeof(leaf), _sharding(leaf)) for leaf in leaves)
-        return (self, structure, shapes, tuple(sorted(static.items())), _OPTIONS.jax_default_matmul_precision)
+        options = tuple(sorted(static.items())), _OPTIONS.jax_default_matmul_precision
+        return _Key((self, structure, shapes, *options))
 
     def _lower(self, args: Sequence[Any], static: Mapping[str, Any]) -> Any:
         function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives
@@ -105,7 +112,7 @@ class Program:
         return executable, time.perf_counter() - start
 
 
-def _compile(key: tuple[Hashable, ...], lowered: Any) -> Any:
+def _compile(key: _Key, lowered: Any) -> Any:
     try:
         executable = lowered.compile()
         with _lock:

@@ -18,9 +18,6 @@ class Watched(Program):
     def __init__(self, program, compiling=lambda: None, running=lambda *args: None):
         self.program, self.compiling, self.running = program, compiling, running
 
-    def is_compiled(self, *args, **static):
-        return self.program.is_compiled(*args, **static)
-
     def compile_ahead(self, *args, **static):
         return self.program.compile_ahead(*args, **static)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -149,13 +150,7 @@ class LM:
 
     def layer_params(self, layer: int) -> Any:
         """Weights of a layer."""
-        return self._layers[layer]
-
-    @functools.cached_property
-    def _layers(self) -> list[Any]:
-        """Weights of each layer; on one device as dicts, whose leaves are found faster."""
-        layers = [self.params["layers"][layer] for layer in range(self.config.num_layers)]
-        return [nnx.to_pure_dict(layer) for layer in layers] if self.mesh is None else layers
+        return self.params["layers"][layer]
 
     @property
     def last_layer_params(self) -> Any:
@@ -260,13 +255,18 @@ class LM:
         return dataclasses.replace(self.with_method(profile.method()), settings=profile.settings())
 
     def for_programs(self) -> LM:
-        """The model without the fields that programs ignore, so that another tokenizer or name compiles nothing."""
+        """The model without the fields that programs ignore, so that another tokenizer or name compiles nothing.
+
+        On one device its weights are dicts, whose leaves are found faster.
+        """
         return self._for_programs
 
     @functools.cached_property
     def _for_programs(self) -> LM:
         method = dataclasses.replace(self.method, cache=self.method.cache.for_programs())
         lm = self._with(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None, method=method)
+        if lm.mesh is None and isinstance(lm.params, nnx.State):
+            lm = lm._with(params=nnx.to_pure_dict(lm.params))
         vars(lm)["_for_programs"] = lm
         return lm
 
@@ -307,8 +307,13 @@ class LM:
         self, batch: int, prompt_tokens: int, fed_tokens: int = 0, *, following: bool = False
     ) -> CacheLayout:
         """Static shape of the cache of prompts and their continuation, or of this alone; on a mesh, of a device."""
-        sizes = self.config.num_layers, self.config.num_kv_heads, batch, prompt_tokens, fed_tokens, self.head_shards
-        return CacheLayout.plan(self.method.cache, *sizes, following=following)
+        return self._layouts(batch, prompt_tokens, fed_tokens, following=following)
+
+    @functools.cached_property
+    def _layouts(self) -> Callable[..., CacheLayout]:
+        sizes = self.config.num_layers, self.config.num_kv_heads
+        plan = functools.partial(CacheLayout.plan, self.method.cache, *sizes, shards=self.head_shards)
+        return functools.lru_cache(maxsize=256)(plan)
 
 
 def stored_entry(lm: LM) -> dict[str, str]:

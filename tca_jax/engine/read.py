@@ -1,7 +1,7 @@
-"""Prompts are read a layer at a time: logits after them, the rows they leave, and the source of values not finite.
+"""Prompts are read: logits after them, the rows they leave, and the source of values not finite.
 
-Reading is a loop of the host over layers, which share a program where the method treats them equally; inside a caller's
-jit the same functions are traced (DESIGN section 5).
+Reading is a loop of the host over layers, which share a program where the method treats them equally; for short prompts
+under full attention, and inside a caller's jit, the same functions are traced into one program (DESIGN section 5).
 """
 
 from __future__ import annotations
@@ -123,6 +123,11 @@ def pages_of_forks(lm: LM, rows: int, prompt_tokens: int, fed_tokens: int) -> in
     return layout.num_pages + rows * layout.num_layers * layout.num_kv_heads * begun
 
 
+#: Tokens of prompts that are read in one program under full attention, at most: the device reads a layer of them sooner
+#: than the host calls the next one. Selection in all layers would compile for half a minute.
+_ONE_PROGRAM_TOKENS = 4096
+
+
 class ReadRows(NamedTuple):
     """Prompts that were read."""
 
@@ -144,8 +149,8 @@ class Calls:
 
     def prepare(self, program: Program, *args: Any, **static: Any) -> Callable[..., Any]:
         """The program for these arguments; counts the seconds that compiling it took."""
-        if self.traced:
-            return functools.partial(program.function, **static)
+        if self.traced:  # once for all layers
+            return functools.partial(jax.jit(program.function, static_argnames=tuple(static)), **static)
         executable, seconds = program.prepare(*args, **static)
         self.compile_seconds += seconds
         return executable
@@ -181,14 +186,33 @@ def read(
     backend: Backend = "auto",
     then: Callable[[Any, Any, Any], None] | None = None,  # given the shapes of logits, rows and shares: compiles more
 ) -> ReadRows:
-    """Reads prompts into rows, a layer at a time."""
+    """Reads prompts into rows."""
     lm = lm.for_programs()
+    if not calls.traced and _are_short(lm, tokens):
+        given, static = (lm, tokens, lengths, most), {"layout": layout, "more_pages": more_pages, "backend": backend}
+        shapes = None if then is None else calls.compile_ahead(_read_program, *given, **static)
+        if then is not None and shapes is not None:
+            then(*shapes)
+        return calls(_read_program, *given, **static)
     if lm.method.cache.reader is not None and layout.has_ranked_blocks:
         return lm.method.cache.reader(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
     layers = Layers(lm, tokens, lengths, most, layout, calls, backend)
     rows = layers.run(layout, more_pages, then)
     logits, shares = layers.end()
     return ReadRows(logits, rows, shares)
+
+
+def _are_short(lm: LM, tokens: Int[Array, "B L"]) -> bool:
+    """Whether the host would call the layers of prompts later than the device could read them."""
+    waits = jax.default_backend() == "gpu" and lm.mesh is None and tokens.size <= _ONE_PROGRAM_TOKENS
+    return waits and lm.method == BASELINE
+
+
+def _read(lm: LM, *prompts: Any, **static: Any) -> ReadRows:
+    return read(lm, *prompts, calls=Calls(traced=True), **static)
+
+
+_read_program = Program(_read)
 
 
 class Layers:
@@ -256,19 +280,21 @@ class Layers:
         self._program(end_program, *self._end(), **self._graphdef)
 
     def _compile_ahead(self, rows: Any, then: Callable[[Any, Any, Any], None] | None) -> None:
-        """Compiles the programs of layers in threads, the slowest first, unless the first layer's is compiled."""
-        calls, layers = self._calls, [self._first_half(number, rows) for number in self._different_layers]
-        if attend_program.is_compiled(*layers[0][0], **layers[0][1]):
-            return
-        if then is not None:
-            shape = len(self._lengths), self._lm.config.vocab_size
-            then(jax.ShapeDtypeStruct(shape, jnp.float32), rows, self.shares)
-        found = [calls.compile_ahead(attend_program, *given, **static) for given, static in layers]
-        if found[0] is not None:
-            self.out = found[0][0]
-            calls.compile_ahead(after_program, *self._second_half(0), **self._graphdef)
-            if rows is not None:  # else the caller needs no end
-                calls.compile_ahead(end_program, *self._end(), **self._graphdef)
+        """Compiles the programs of layers in threads, the slowest first, unless the first layer's is there."""
+        calls = self._calls
+        for number in self._different_layers:
+            given, static = self._first_half(number, rows)
+            found = calls.compile_ahead(attend_program, *given, **static)
+            if number == 0:
+                if found is None:
+                    return
+                self.out = found[0]
+                if then is not None:
+                    shape = len(self._lengths), self._lm.config.vocab_size
+                    then(jax.ShapeDtypeStruct(shape, jnp.float32), rows, self.shares)
+        calls.compile_ahead(after_program, *self._second_half(0), **self._graphdef)
+        if rows is not None:  # else the caller needs no end
+            calls.compile_ahead(end_program, *self._end(), **self._graphdef)
 
     @property
     def _different_layers(self) -> range:
