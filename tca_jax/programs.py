@@ -51,8 +51,15 @@ class Program:
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = (), *, one_layer: bool = False) -> None:
         self.function, self._donate, self._one_layer = function, donate, one_layer
 
-    def prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
+    def prepare(
+        self, *args: Any, then: Callable[[Any], None] | None = None, **static: Any
+    ) -> tuple[Callable[..., Any], float]:
         """Compiles for these arguments, or for their shapes (`results_of`), unless that was done before.
+
+        Args:
+            *args: The arguments, or their shapes.
+            then: Called with the shapes of results before the program compiles: has threads compile what follows.
+            **static: Static arguments.
 
         Returns:
             The executable, to be called with the same positional arguments, and the seconds that compiling took
@@ -61,9 +68,9 @@ class Program:
         place = getattr(self.function, "place", None)
         if place is not None and args[0].mesh is not None:
             with jax.set_mesh(args[0].mesh):  # the caller's may be another one, or have axes of another type
-                executable, seconds = self._prepare(args[0], *place(args[0], args[1:]), **static)
+                executable, seconds = self._prepare((args[0], *place(args[0], args[1:])), static, then)
             return _Placing(executable, place), seconds
-        return self._prepare(*args, **static)
+        return self._prepare(args, static, then)
 
     def run(self, *args: Any, **static: Any) -> Any:
         """Calls the executable, which is compiled first unless that was done before."""
@@ -97,7 +104,9 @@ class Program:
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate, compiler_options=options)
         return jitted.lower(*args, **static)
 
-    def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
+    def _prepare(
+        self, args: Sequence[Any], static: Mapping[str, Any], then: Callable[[Any], None] | None
+    ) -> tuple[Callable[..., Any], float]:
         key, start = self._key(args, static), time.perf_counter()
         with _lock:
             if (executable := _kept.pop(key, None)) is not None:
@@ -105,7 +114,13 @@ class Program:
                 return executable, 0.0
             ahead = _compiling.get(key)
         try:
-            executable = _compile(key, self._lower(args, static)) if ahead is None else ahead.result()
+            if ahead is None:
+                lowered = self._lower(args, static)
+                if then is not None:
+                    then(results_of(lowered))
+                executable = _compile(key, lowered)
+            else:
+                executable = ahead.result()
         except KeyboardInterrupt:
             forget_programs()  # those that wait for a thread would delay the end of the process
             raise

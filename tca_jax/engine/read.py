@@ -190,10 +190,8 @@ def read(
     lm = lm.for_programs()
     if not calls.traced and _are_short(lm, tokens):
         given, static = (lm, tokens, lengths, most), {"layout": layout, "more_pages": more_pages, "backend": backend}
-        shapes = None if then is None else calls.compile_ahead(_read_program, *given, **static)
-        if then is not None and shapes is not None:
-            then(*shapes)
-        return calls(_read_program, *given, **static)
+        rest = None if then is None else lambda shapes: then(*shapes)
+        return calls.prepare(_read_program, *given, then=rest, **static)(*given)
     if lm.method.cache.reader is not None and layout.has_ranked_blocks:
         return lm.method.cache.reader(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
     layers = Layers(lm, tokens, lengths, most, layout, calls, backend)

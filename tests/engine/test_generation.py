@@ -9,6 +9,7 @@ import pytest
 from tiny import CONFIG, TCA, greedy_reference, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
+from tca_jax.engine import read
 from tca_jax.engine.prompts import bucket_length
 
 DENSE = TCA.num_candidates
@@ -99,3 +100,16 @@ def test_a_stop_token_ends_its_row_alone(lm):
     arguments = jnp.array(prompts), jnp.array([120, 120], jnp.int32), jax.random.key(0)
     raw = tca_jax.generate_tokens(lm, *arguments, max_new_tokens=30, stop_tokens=(stop,))
     assert raw[0, first + 1 :].tolist() == [lm.pad_token_id] * (29 - first)
+
+
+def test_short_prompts_in_one_program_answer_alike(lm, monkeypatch):
+    prompts, options = [random_prompt(4, 40), random_prompt(5, 33)], {"max_new_tokens": 6, "stop_token_ids": ()}
+    expected = tca_jax.generate(lm, prompts, **options)
+    monkeypatch.setattr(read, "_are_short", lambda *_: True)  # as on a GPU
+    calls = []
+    monkeypatch.setattr(read.Layers, "begin", lambda *args, own=read.Layers.begin: calls.append(0) or own(*args))
+    found = tca_jax.generate(lm, prompts, **options)
+    assert found.tokens == expected.tokens
+    assert found.stats.attended_share == expected.stats.attended_share == 1.0
+    assert tca_jax.generate(lm, prompts, **options).tokens == expected.tokens
+    assert len(calls) == 1  # traced once
