@@ -18,7 +18,7 @@ from tca_jax.errors import check_integer, explaining, require
 from tca_jax.methods.base import Method
 from tca_jax.methods.candidates import kept_share
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.registry import configured
+from tca_jax.methods.registry import get
 from tca_jax.models.config import ModelConfig
 from tca_jax.persistence import load, save
 
@@ -122,7 +122,7 @@ class Profile:
 
     def method(self) -> Method:
         """The attention method that runs under these budgets, a `tca_jax.methods` object."""
-        return configured(self.config, self.candidates)
+        return get("tca", candidates=self.candidates, config=self.config)
 
     def settings(self) -> None:
         """Arrays of the method: none."""

@@ -61,7 +61,7 @@ def test_a_profile_is_applied_and_taken_off(folder, lm, tmp_path):
     profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA)
     profile.save(tmp_path / "profile")
     with_tca = tca_jax.load(folder, profile=tmp_path / "profile")
-    assert with_tca.method == methods.configured(profile.config, profile.candidates)
+    assert with_tca.method == methods.get("tca", candidates=profile.candidates, config=profile.config)
     assert tca_jax.load(folder, profile=profile).method == with_tca.method
     other = tca_jax.calibrate(tiny_lm(seed=5), [random_prompt(1, 200)], TCA)
     with pytest.raises(ValueError, match="profile"):

@@ -63,7 +63,7 @@ def _random_weights(config: ModelConfig, seed: int):
 
 def with_candidates(lm: tca_jax.LM, candidates, config: tca_jax.TCAConfig = TCA) -> tca_jax.LM:
     """The model under given budget rows, `[layers][H_kv]`, without a profile on disk."""
-    return lm.with_method(tca_jax.methods.configured(config, candidates))
+    return lm.with_method(tca_jax.methods.get("tca", candidates=candidates, config=config))
 
 
 def random_prompt(seed: int, length: int) -> list[int]:

@@ -97,8 +97,8 @@ class Share:
         dense = round(most * max(0.0, self.cache - shares[0]) / (1 - shares[0]))
         ends = [dense * layer // num_layers for layer in range(num_layers + 1)]
         counts = [end - start for start, end in itertools.pairwise(ends)]
-        own = (config.num_candidates,)
-        return methods.configured(config, tuple(own * each + (0,) * (kv_heads - each) for each in counts))
+        rows = tuple((config.num_candidates,) * each + (0,) * (kv_heads - each) for each in counts)
+        return methods.get("tca", candidates=rows, config=config)
 
 
 BlockSharesOption = Annotated[

@@ -110,7 +110,7 @@ class Builder:
                     f"--methods {label}: {self.lm.name} has no profile of the paper's hyperparameters; make one with "
                     "tca-jax calibrate --paper, in a folder named as --profile with -paper behind it"
                 )
-            profile, name = self.paper, self.paper.config.method_name
+            profile, name = self.paper, "tca"
         given = with_known(name, {} if profile is None else options_of(profile), options)
         for option in required_options(name):
             if option not in given:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,32 +92,20 @@ def _require_shared(mesh: Mesh | None, rows: int) -> None:
 
 def _method(parts: Parts, profile: Profile | WorthProfile | None, where: str, checkpoint: Checkpoint) -> Any:
     """The named method, with a profile's values of its options; errors begin with `where`."""
+    from tca_jax.calibration.profile import options_of
     from tca_jax.methods import get
+    from tca_jax.methods.registry import option_names, required_options, with_known
     from tca_jax.methods.written import joined
 
-    known = {} if profile is None else _found(profile, parts, where)
-    name, options = joined(tuple((part, _filled(part, given, known, where)) for part, given in parts), where)
+    known, taken = {} if profile is None else options_of(profile), {x for part, _ in parts for x in option_names(part)}
+    useless = f"{where} takes nothing of a {type(profile).__name__}: leave out --profile"
+    require(profile is None or set(known) & taken, useless)
+    name, given = joined(parts, where)
+    options = with_known(name, known, given)
+    for part, _ in parts:
+        for missing in set(required_options(part)) - set(options if len(parts) == 1 else options[part]):
+            raise UserError(f"{where}: {part} needs {_SOURCES.get(missing, 'its option ' + missing)}")
     with explaining(where, UserError):
         method = get(name, **options)
         method.validate_for(checkpoint.config.num_layers, checkpoint.config.num_kv_heads)
     return method
-
-
-def _found(profile: Profile | WorthProfile, parts: Parts, where: str) -> dict[str, Any]:
-    """A profile's values of method options, by name; ValueError if these parts take none of them."""
-    from tca_jax.calibration.profile import options_of
-    from tca_jax.methods.registry import option_names
-
-    known, taken = options_of(profile), {name for part, _ in parts for name in option_names(part)}
-    require(set(known) & taken, f"{where} takes nothing of a {type(profile).__name__}: leave out --profile")
-    return known
-
-
-def _filled(part: str, given: Mapping[str, Any], known: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A method's options, given or else known; ValueError if one without a default is missing."""
-    from tca_jax.methods.registry import option_names, required_options
-
-    options = {**{name: known[name] for name in option_names(part) if name in known}, **given}
-    for missing in set(required_options(part)) - set(options):
-        raise UserError(f"{where}: {part} needs {_SOURCES.get(missing, 'its option ' + missing)}")
-    return options

@@ -11,7 +11,6 @@ from .full import FullCache as FullCache
 from .full import FullPrefill as FullPrefill
 from .regions import Selected as Selected
 from .regions import Selection as Selection
-from .registry import configured as configured
 from .registry import get as get
 from .registry import names as names
 from .registry import register as register

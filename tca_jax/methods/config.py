@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
-from tca_jax.errors import check_seed, is_finite_number, require
+from tca_jax.errors import check_integer, check_not_negative, check_number, check_seed, require
 from tca_jax.methods.base import Tokens, num_ranked_blocks
 
 Density = Literal["concentration", "paper", "random"]
@@ -15,39 +14,10 @@ Index = Literal["hhi", "entropy"]
 Criterion = Literal["column_mean", "retained_mass"]
 
 _LARGEST = 2**31 - 1  # positions are 32-bit integers
-_MOST_CANDIDATES = 1024  # far more shapes than a block has budgets; tables grow with them
-
-
-def _is_power_of_two(n: int) -> bool:
-    return n > 0 and not n & (n - 1)
-
-
-def _integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) <= _LARGEST
-
-
-#: What fields must be, checked in this order: the type first, then the range.
-_TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (
-        ("block_size", "window", "num_candidates", "observation", "spread"),
-        _integer,
-        "be an integer, at most 2^31 - 1",
-    ),
-    (("reserve",), lambda value: value is None or _integer(value), "be an integer, at most 2^31 - 1, or None"),
-    (("sigma", "alpha", "tau"), is_finite_number, "be a finite number"),
-    (("density",), get_args(Density).__contains__, f"be one of {list(get_args(Density))}"),
-    (("index",), get_args(Index).__contains__, f"be one of {list(get_args(Index))}"),
-    (("criterion",), get_args(Criterion).__contains__, f"be one of {list(get_args(Criterion))}"),
-)
-_RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("block_size",), _is_power_of_two, "be a power of two, at least 1"),
-    (("num_candidates",), lambda m: 2 <= m <= _MOST_CANDIDATES, f"lie in [2, {_MOST_CANDIDATES}]"),
-    (("sigma",), lambda x: x > 0, "be positive"),
-    (("alpha",), lambda x: 0 <= x <= 1, "lie in [0, 1]"),
-    (("tau",), lambda x: 0 < x <= 1, "lie in (0, 1]"),
-    (("reserve",), lambda r: r is None or r >= 0, "be at least 0, or None for window // 8"),
-    (("observation", "spread"), lambda n: n >= 1, "be at least 1"),
-)
+#: Least and most of the integers; as many candidates are far more shapes than a block has budgets.
+_INTEGERS = {"block_size": (1, _LARGEST), "window": (1, _LARGEST), "num_candidates": (2, 1024)}
+_INTEGERS |= {"reserve": (0, _LARGEST), "observation": (1, _LARGEST), "spread": (1, _LARGEST)}
+_NAMES = {"density": Density, "index": Index, "criterion": Criterion}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +45,6 @@ class TCAConfig:
         ValueError: a value is out of range; the message names the field, what was given and what is allowed.
     """
 
-    #: Registered name of the method that these hyperparameters are of; `methods.configured` makes it.
-    method_name: ClassVar[str] = "tca"
-
     block_size: int = 128
     window: int = 4096
     num_candidates: int = 14
@@ -93,23 +60,27 @@ class TCAConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check(_TYPES)
+        for name, (least, most) in _INTEGERS.items():
+            if getattr(self, name) is not None or name != "reserve":
+                check_integer(f"TCAConfig.{name}", getattr(self, name), at_least=least, at_most=most)
         check_seed("TCAConfig.seed", self.seed)
+        check_number("TCAConfig.sigma", self.sigma, above=0, at_most=1e18)
+        check_number("TCAConfig.tau", self.tau, above=0, at_most=1)
+        check_not_negative("TCAConfig.alpha", self.alpha)
+        require(self.alpha <= 1, f"TCAConfig.alpha = {self.alpha!r}: must lie in [0, 1]")
+        for name, allowed in _NAMES.items():
+            known, value = list(get_args(allowed)), getattr(self, name)
+            require(value in known, f"TCAConfig.{name} = {value!r}: must be one of {known}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, str | None):  # a NumPy number would not survive JSON
-                object.__setattr__(
-                    self, field.name, int(value) if isinstance(value, numbers.Integral) else float(value)
-                )
-        self._check(_RANGES)
-        fits = self.window > 0 and self.window % self.block_size == 0
-        allowed = f"must be a positive multiple of block_size = {self.block_size}"
-        require(fits, f"TCAConfig.window = {self.window}: {allowed}")
-
-    def _check(self, rules: Iterable[Any]) -> None:
-        for names, holds, allowed in rules:
-            for name in names:
-                require(holds(value := getattr(self, name)), f"TCAConfig.{name} = {value!r}: must {allowed}")
+                number = int(value) if isinstance(value, numbers.Integral) else float(value)
+                object.__setattr__(self, field.name, number)
+        b, power = self.block_size, f"TCAConfig.block_size = {self.block_size}: must be a power of two, at least 1"
+        require(not b & (b - 1), power)
+        require(
+            self.window % b == 0, f"TCAConfig.window = {self.window}: must be a positive multiple of block_size = {b}"
+        )
 
     @classmethod
     def paper(cls, **overrides: Any) -> TCAConfig:

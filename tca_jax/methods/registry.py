@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +23,6 @@ from tca_jax.errors import UserError, require, require_name
 from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
 
 Factory = Callable[..., Method]
-
-
-@runtime_checkable
-class Configuration(Protocol):
-    """Hyperparameters that know the registered name of their method."""
-
-    @property
-    def method_name(self) -> str: ...
 
 
 _GROUP = "tca_jax.methods"
@@ -120,19 +112,6 @@ def with_known(name: str, known: Mapping[str, Any], options: Mapping[str, Any]) 
         for part, given in _parts(name, options)
     }
     return filled if "+" in name else filled[name]
-
-
-def configured(config: Configuration, candidates: Any) -> Method:
-    """The method of a configuration under calibrated budgets, as a profile holds both.
-
-    Args:
-        config: Hyperparameters, which name their method.
-        candidates: What calibration chose for each KV head's cache, integers `[layers, H_kv]`.
-
-    Raises:
-        ValueError: a candidate is not allowed.
-    """
-    return get(config.method_name, candidates=candidates, config=config)
 
 
 def _parts(name: str, options: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -18,7 +18,7 @@ DENSE = CONFIG.num_candidates
 
 
 def method_of(candidates, config=CONFIG):
-    return methods.configured(config, [candidates])
+    return methods.get("tca", candidates=[candidates], config=config)
 
 
 def plan(candidates, batch, prompt_tokens, fed_tokens=0, config=CONFIG):
@@ -42,7 +42,7 @@ def test_every_page_is_named_once(batch):
     named = np.asarray(rows.pages).ravel()
     assert len(np.unique(named[named < rows.num_pages])) == (named < rows.num_pages).sum() == int(rows.free.taken)
     assert int(rows.free.taken) == 2 * batch * (3 + 123)
-    layout = CacheLayout.plan(methods.configured(CONFIG, [(0, 7, DENSE)]).cache, 1, 3, batch, 1000, 0)
+    layout = CacheLayout.plan(methods.get("tca", candidates=[(0, 7, DENSE)], config=CONFIG).cache, 1, 3, batch, 1000, 0)
     assert np.all(np.diff(layout.kept_pages[0][0]) > 0)  # sparse, denser, dense
 
 
@@ -96,7 +96,7 @@ def test_windows_are_no_longer_than_needed():
 
 
 def test_pages_of_a_million_tokens_fit_int32():
-    policy = tca_jax.methods.configured(tca_jax.TCAConfig(), [(14,) * 8] * 32).cache
+    policy = tca_jax.methods.get("tca", candidates=[(14,) * 8] * 32, config=tca_jax.TCAConfig()).cache
     layout = CacheLayout.plan(policy, 32, 8, 1, 2**20, 4096)
     assert layout.num_pages * 128 * 128 > 2**31
     assert layout.num_pages < 2**31

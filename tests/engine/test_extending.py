@@ -10,7 +10,7 @@ from tca_jax.engine.extend import num_columns
 
 GEOMETRY = {"window": 16, "block_size": 8}
 METHODS = {
-    "tca": methods.configured(TCA, [[4, TCA.num_candidates]] * 2),
+    "tca": methods.get("tca", candidates=[[4, TCA.num_candidates]] * 2, config=TCA),
     "streaming": methods.get("streaming", sinks=12, **GEOMETRY),
     "random": methods.get("random", share=0.4, **GEOMETRY),
 }

@@ -177,7 +177,7 @@ def masks(method, q, k, lengths, config):
 )
 def test_prompts_keep_at_most_their_capacity(seed, lengths, rows, reserve):
     config = dataclasses.replace(CONFIG, reserve=reserve)
-    method = methods.configured(config, [rows])
+    method = methods.get("tca", candidates=[rows], config=config)
     q, k, _ = qkv(seed, 2, 160, 2, 2, 8, 2.0)
     kept = masks(method, q, k, np.array(lengths, np.int32), config)
     for longest in (max(lengths), 160):
@@ -190,7 +190,7 @@ def test_prompts_keep_at_most_their_capacity(seed, lengths, rows, reserve):
 def test_prompts_attend_to_what_heads_keep(traced):
     lengths, rows = np.array([96, 70, 19], np.int32), (DENSE, 5, 0, DENSE)
     q, k, v = qkv(7, 3, 96, 8, 4, 8)
-    method = methods.configured(CONFIG, [rows])
+    method = methods.get("tca", candidates=[rows], config=CONFIG)
     layout = CacheLayout.plan(method.cache, 1, 4, 3, 96, 8)
 
     @jax.jit
