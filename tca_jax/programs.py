@@ -29,11 +29,12 @@ _lock = threading.Lock()  # several threads may compile at once
 class _Key(tuple[Hashable, ...]):
     """A tuple whose hash is computed once: that of a model's static parts takes long."""
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
     def __hash__(self) -> int:
-        found: int | None = vars(self).get("hash")
-        if found is None:
-            found = vars(self)["hash"] = super().__hash__()
-        return found
+        return self._hash
 
 
 class Program:
@@ -56,10 +57,7 @@ class Program:
     ) -> tuple[Callable[..., Any], float]:
         """Compiles for these arguments, or for their shapes (`results_of`), unless that was done before.
 
-        Args:
-            *args: The arguments, or their shapes.
-            then: Called with the shapes of results before the program compiles: has threads compile what follows.
-            **static: Static arguments.
+        `then` gets the shapes of the results before the program compiles: it has threads compile what follows.
 
         Returns:
             The executable, to be called with the same positional arguments, and the seconds that compiling took
