@@ -38,6 +38,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.kv import CODES, num_bytes
+from tca_jax.pallas_kernels.numerics import cdiv
 
 #: Arrays of a context beside those of its rows.
 OF_ROWS = ("tokens", "lengths", "attended_share")
@@ -345,6 +346,11 @@ class Prompts:
         held = [0] if self.context is None else np.asarray(self.context.lengths)
         return np.broadcast_to(held, len(self.ids)).tolist()
 
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """Tokens of each prompt, those of the context included."""
+        return [start + len(ids) for start, ids in zip(self.starts, self.ids, strict=True)]
+
     def with_contexts(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and lengths of prompts, those of the context included, right-padded."""
         return pad_tokens([self.before(i) + ids for i, ids in enumerate(self.ids)], self.lm.pad_token_id)
@@ -366,7 +372,7 @@ class Prompts:
         if self.context is None:
             return bucket_length(longest)
         b = self.context.rows.page_size
-        return num_columns(max(start % b + len(ids) for start, ids in zip(self.starts, self.ids, strict=True)), b)
+        return num_columns(max(end - start // b * b for start, end in zip(self.starts, self.ends, strict=True)), b)
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
@@ -392,12 +398,20 @@ class Prompts:
             shared = context.num_bytes // context.num_devices
         return shared + page_bytes(self.lm) * (pages + self._fork_pages)
 
-    def read(
-        self, calls: Calls, backend: Backend, then: Callable[[Any, Any, Any], None] | None = None
-    ) -> Begun:  # `then` as for `read`
-        """Reads the prompts."""
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the pages that all rows would use under full attention, on all devices."""
+        b, c, starts = BASELINE.cache.block_size, self.lm.config, self.ends if self.context is None else self.starts
+        shared = starts if self.context is None else np.asarray(self.context.lengths).tolist()
+        own = [cdiv(end + self.fed_tokens, b) - start // b for start, end in zip(starts, self.ends, strict=True)]
+        pages = sum(start // b for start in shared) + self.times * sum(own)
+        return pages * c.num_layers * c.num_kv_heads * 2 * num_bytes(b, c.head_dim, self.lm.cache_dtype)
+
+    def read(self, calls: Calls, backend: Backend, then: Callable[[Any, Any, Any], None] | None = None) -> Begun:
+        """Reads the prompts; `then` as for `engine.read.read`."""
         lm, context, (rows, columns, own) = self.lm, self.context, self._sizes
-        tokens, lengths = map(jnp.asarray, pad_tokens(self.ids, lm.pad_token_id))
+        padded, counts = pad_tokens(self.ids, lm.pad_token_id)
+        tokens, lengths = jnp.asarray(padded), jnp.asarray(counts)
         if context is None:
             layout, more = lm.cache_layout(rows, columns, own), self._fork_pages
             more += spare_pages(num_pages(lm, layout) + more, page_bytes(lm))
@@ -405,7 +419,7 @@ class Prompts:
             logits, held, shares = read(lm, tokens, lengths, lengths + own, layout, calls, **options)
         else:
             starts, fed = np.asarray(self.starts, np.int32), self._columns + own
-            aligned = align(np.asarray(tokens), starts, block_size=context.rows.page_size, columns=self._columns)
+            aligned = align(padded, starts, block_size=context.rows.page_size, columns=self._columns)
             most, each = jnp.asarray(starts) + lengths + own, len(self.ids) // context.batch
             held = fork(lm, context.rows, each, most, context.tokens.shape[1], fed, calls, private=False)
             given = jnp.asarray(aligned), jnp.asarray(starts), lengths

@@ -209,7 +209,7 @@ def output_of(request: Request, state: DecodingState) -> Output:
         prefill_seconds=request.prefill_seconds,
         seconds_per_token=request.decode_seconds / (steps - 1) if steps > 1 else 0.0,
         kv_cache_bytes=state.cache.used_bytes,
-        full_kv_cache_bytes=request.full_kv_cache_bytes,
+        full_kv_cache_bytes=request.prompts.full_bytes,
         kept_share=kept_share(state.cache, on_host(state.lengths + state.step) - 1),  # without the newest token
         attended_share=float(np.mean(on_host(state.attended_share))),
         context_tokens=[] if request.prompts.context is None else request.prompts.starts,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +45,6 @@ from tca_jax.methods.base import (
     ScoredPrefill,
     last_queries,
 )
-from tca_jax.methods.full import BASELINE
 from tca_jax.methods.regions import Regions, Selection, causal_pairs
 from tca_jax.models.names import MODEL, parameters
 from tca_jax.models.sharding import DATA
@@ -94,24 +93,6 @@ def num_pages(lm: LM, layout: CacheLayout) -> int:
 def page_bytes(lm: LM) -> int:
     """Bytes of a page, keys and values."""
     return 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
-
-
-def full_bytes(lm: LM, starts: Sequence[int], times: int, ends: Sequence[int]) -> int:
-    """Bytes of the pages of rows under full attention, on all devices together.
-
-    Args:
-        lm: The model.
-        starts: Tokens before each prompt, of which `times` side by side share what they continue.
-        times: Prompts that share it.
-        ends: Tokens of each row; those of a prompt side by side.
-    """
-    b, c, rows = BASELINE.cache.block_size, lm.config, len(ends) // len(starts)
-    if len(ends) == len(starts) and times == 1:  # a row goes on in the pages that it has
-        pages = sum(cdiv(end, b) for end in ends)
-    else:
-        shared = sum(start // b for start in starts[::times])
-        pages = shared + sum(cdiv(end, b) - starts[i // rows] // b for i, end in enumerate(ends))
-    return pages * c.num_layers * c.num_kv_heads * 2 * num_bytes(b, c.head_dim, lm.cache_dtype)
 
 
 def pages_of_forks(lm: LM, rows: int, prompt_tokens: int, fed_tokens: int) -> int:

@@ -19,7 +19,7 @@ from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import bucket_length, decode_continuation
-from tca_jax.engine.read import Calls, full_bytes
+from tca_jax.engine.read import Calls
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
@@ -151,15 +151,6 @@ class Request:
         """Answers: prompts times samples."""
         return len(self.prompts.ids) * self.config.num_samples
 
-    @property
-    def full_kv_cache_bytes(self) -> int:
-        """Bytes of the pages that the call would use under full attention, on all devices."""
-        prompts, context = self.prompts, self.prompts.context
-        ends = [start + len(ids) for start, ids in zip(prompts.starts, prompts.ids, strict=True)]
-        starts, times = (ends, 1) if context is None else (prompts.starts, len(ends) // context.batch)
-        of_rows = [end + prompts.fed_tokens for end in ends for _ in range(prompts.times)]
-        return full_bytes(self.lm, starts, times, of_rows)
-
     def start(self) -> DecodingState:
         """Prefill and the first token.
 
@@ -198,10 +189,9 @@ class Request:
     @property
     def _programs(self) -> list[Program]:
         """Programs that answers may need after their first token."""
-        b, prompts = self.lm.method.cache.block_size, self.prompts
-        ends = [start + len(ids) for start, ids in zip(prompts.starts, prompts.ids, strict=True)]
-        bounded = self.lm.method.cache.window < UNBOUNDED
-        may_leave = bounded and any(end % b + self.config.max_new_tokens > b for end in ends)
+        policy, most = self.lm.method.cache, self.config.max_new_tokens
+        enters = any(end % policy.block_size + most > policy.block_size for end in self.prompts.ends)
+        may_leave = policy.window < UNBOUNDED and enters
         return [decode_program, leave_program] if may_leave else [decode_program]
 
     def advance(self, state: DecodingState, steps: int) -> DecodingState:

@@ -256,7 +256,7 @@ def _score_rows(prompts: Prompts, answers: list[list[int]], backend: Backend) ->
     """Scores of each answer; those to one prompt side by side."""
     lm, b, calls, rest = prompts.lm, prompts.lm.method.cache.block_size, Calls(), None
     given, lengths = pad_tokens(answers, lm.pad_token_id)
-    held = np.repeat(np.add(prompts.starts, list(map(len, prompts.ids))), prompts.times).astype(np.int32)
+    held = np.repeat(np.asarray(prompts.ends, np.int32), prompts.times)
     places = held % b
     if lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
         prompts = dataclasses.replace(prompts, fed_tokens=num_columns(int(np.max(places + lengths)), b))

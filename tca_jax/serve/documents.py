@@ -369,11 +369,13 @@ class Documents:
             if error is not None:
                 _log.warning("document %s is not stored: %s", document.id, error)
 
-    def finish_storing(self) -> None:
+    def close(self) -> None:
         """Stores all documents that are not stored yet."""
         while self.store():
             if self._writing is not None:
                 wait([self._writing[1]])
+        if self._storage is not None:
+            self._storage.close()
 
 
 class Storage:

@@ -6,7 +6,6 @@ import collections
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -191,9 +190,9 @@ class Engine(AbstractContextManager["Engine"]):
         if host_memory is None:
             host_memory = int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.lm, self.max_rows = lm, int(max_rows)
-        self._storage = None if disk is None else Storage(Path(disk), disk_bytes)
         self._pool = PagePool(lm, int(pages), _answer_pages(lm, self.max_rows, answer_tokens))
-        self._documents = Documents(lm, self._pool, host_memory, self._storage)
+        storage = None if disk is None else Storage(Path(disk), disk_bytes)
+        self._documents = Documents(lm, self._pool, host_memory, storage)
         self._scheduler = Scheduler(lm, self._documents, self.max_rows, kernels)
         self._loop = Loop(self._scheduler)
 
@@ -203,8 +202,6 @@ class Engine(AbstractContextManager["Engine"]):
     def close(self) -> None:
         """Cancels all requests, waits for documents that are being stored, and ends."""
         self._loop.stop()
-        if self._storage is not None:
-            self._storage.close()
 
     @property
     def failure(self) -> EngineEnded | None:
@@ -237,7 +234,7 @@ class Engine(AbstractContextManager["Engine"]):
         ids = encode_prompt(self.lm, document, "document")
         require_positions("document", len(ids), 0, self.lm)
         self._scheduler.require_pages(len(ids))
-        return self._loop.call(lambda: self._found(ids, named=True).id)
+        return self._loop.call(lambda: self._found(ids, (len(ids),)).id)
 
     def append(self, document: str, more: Prompt) -> str:
         """Appends text, token ids, or a chat beyond the document; the shorter document stays.
@@ -249,15 +246,7 @@ class Engine(AbstractContextManager["Engine"]):
         ids = self._appended(known, more, "more", 0)
         tokens, parts = known.tokens + ids, (*known.parts, len(ids))
         self._scheduler.require_pages(len(tokens), known)
-        longer = Document(self._documents.id_of(tokens, parts), tokens, parts)
-
-        def enter() -> str:
-            if self._documents.usable(longer.id) is None:
-                longer.parent = self.document(document)
-                self._scheduler.read(longer)
-            return longer.id
-
-        return self._loop.call(enter)
+        return self._loop.call(lambda: self._found(tokens, parts, parent=self.document(document)).id)
 
     def forget(self, document: str) -> None:
         """Drops a document, also on disk. ValueError if it is in use; OSError if it cannot be removed from disk."""
@@ -295,13 +284,9 @@ class Engine(AbstractContextManager["Engine"]):
             TimeoutError: it takes longer.
             OSError: it cannot be stored.
         """
-        found, begin = self.document(document), time.monotonic()
-        read = self._loop.wait_until(lambda: found.state != "waiting", timeout)
-        require(read, f"document {document!r} has not been read within {timeout} seconds", TimeoutError)
-        if stored:
-            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
-            done = self._loop.wait_until(lambda: not found.storing, left)
-            require(done, f"document {document!r} has not been stored within {timeout} seconds", TimeoutError)
+        found, wanted = self.document(document), "read and stored" if stored else "read"
+        done = self._loop.wait_until(lambda: found.state != "waiting" and not (stored and found.storing), timeout)
+        require(done, f"document {document!r} has not been {wanted} within {timeout} seconds", TimeoutError)
         problem = found.problem if stored else found.error
         if problem is not None:
             raise problem
@@ -361,7 +346,7 @@ class Engine(AbstractContextManager["Engine"]):
         stream = Stream(self.lm, config, self._cancel, keep, *lengths)
 
         def enter() -> None:
-            found = self._found(held, named=False) if document is None else self.document(document)
+            found = self._found(held, (len(held),), named=False) if document is None else self.document(document)
             self._scheduler.add(Request(stream, found, new, int(sample), mask))
 
         self._loop.call(enter)
@@ -381,11 +366,13 @@ class Engine(AbstractContextManager["Engine"]):
         require_positions(argument, len(ids), new_tokens, self.lm, context_tokens=len(document.tokens))
         return ids
 
-    def _found(self, tokens: list[int], *, named: bool) -> Document:
+    def _found(
+        self, tokens: list[int], parts: tuple[int, ...], *, named: bool = True, parent: Document | None = None
+    ) -> Document:
         """The document of these tokens, which is read if it is new; in the engine's thread."""
-        id_ = self._documents.id_of(tokens, (len(tokens),), named=named)
+        id_ = self._documents.id_of(tokens, parts, named=named)
         if (found := self._documents.usable(id_)) is None:
-            found = Document(id_, tokens, (len(tokens),), named)
+            found = Document(id_, tokens, parts, named, parent)
             self._scheduler.read(found)
         return found
 

@@ -133,7 +133,7 @@ class Scheduler:
         self._prefiller.close()
         for request in [*self._waiting, *self._batch.requests]:
             request.stream.end(failure or "cancelled")
-        self._documents.finish_storing()
+        self._documents.close()
 
     # Errors
 
@@ -232,13 +232,15 @@ class Scheduler:
         Raises:
             ValueError: none will be free when others end.
         """
-        documents, total, own = self._documents, self._pool.documents, user.parent if user.pins else None
+        documents, own = self._documents, user.parent if user.pins else None
         if documents.make_room(count):
             return True
+        most = self._pool.documents - (own.num_pages if own is not None else 0)
+        require(count <= most, f"{count:,} pages are needed, and the engine holds {most:,} (pages) beside the parent's")
         waits = self._prefiller.current or documents.may_leave(own)
-        fits = count + (own.num_pages if own is not None else 0) <= total
-        full = f"{count:,} of {total:,} pages are needed, and other documents stay: host memory and disk have no room"
-        require(waits and fits, f"{full}; delete some")
+        require(
+            waits, f"{count:,} pages are needed: host memory and disk have no room for other documents; delete some"
+        )
         self._no_pages = True
         return False
 
@@ -339,7 +341,8 @@ class Prefiller:
     def begin(self, group: list[Document], count: int) -> None:
         """Starts to read documents into `count` free pages."""
         numbers = self._pool.allocator.take(count)
-        self.current = group
+        self.current, self._programs = group, Future()
+        self._programs.set_result(None)  # where none is compiled ahead
         self._parts = self._read(group, numbers) if group[0].parent is None else self._append(group[0], numbers)
         next(self._parts)
         wait([self._programs], _COMPILE_WAIT_SECONDS)
@@ -347,8 +350,9 @@ class Prefiller:
     def end(self) -> None:
         """Ends the current reading, and frees its pages."""
         documents, self.current = self.current, []
-        self._programs.cancel()
-        self._parts.close()
+        if documents:
+            self._programs.cancel()
+            self._parts.close()
         for document in documents:
             if document.parent is not None and document.parent.named:
                 unpin(document)

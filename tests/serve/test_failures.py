@@ -215,6 +215,8 @@ def test_damaged_documents_fail_until_uploaded_again(lm, pages, expected, tmp_pa
             assert engine.read(tokens) == id_
             assert engine.wait(id_, SECONDS, stored=True).stored
     with Engine(lm, **sizes) as engine:
+        longer = engine.append(ids[0], MORE)  # nothing else was read here
+        assert engine.ask(longer, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A, MORE)
         for id_, tokens in zip(ids, texts, strict=True):
             assert engine.ask(id_, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(tokens)
 
@@ -263,6 +265,15 @@ def test_failed_moves_fail_their_request_alone(lm, pages, expected, tmp_path, mo
                     with pytest.raises((RuntimeError, OSError), match=r"out of memory|No space left"):
                         stream.result(SECONDS)
                 assert engine.ask(document, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A)
+
+
+def test_documents_without_room_fail(lm, pages, expected):
+    """Others stay on the device where they are: host memory has no room."""
+    with engine_of(lm, pages + 1, host_memory=0) as engine:
+        document, other = engine.read(A), engine.read(B)
+        with pytest.raises(UserError, match="delete some"):
+            engine.wait(other, SECONDS)
+        assert engine.ask(document, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A)
 
 
 # Order
