@@ -1,24 +1,18 @@
-"""The registry: names, options, pairs, methods as written, and what streaming sees."""
+"""The registry: names, options, pairs, and methods as written."""
 
 import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import masked_greedy, random_prompt, tiny_lm
+from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
 from tca_jax.methods.base import Heads
-from tca_jax.methods.registry import _FACTORIES, with_known
+from tca_jax.methods.registry import with_known
 from tca_jax.methods.written import joined, parse_parts
 from tca_jax.models.rope import RopeConfig
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    """A registry that forgets what a test puts into it."""
-    monkeypatch.setattr("tca_jax.methods.registry._FACTORIES", dict(_FACTORIES))
 
 
 def test_pairs_join_prefill_and_cache():
@@ -84,37 +78,6 @@ def test_parts_have_names_and_option_values(text, parts):
 )
 def test_pairs_have_options_by_part_names(text, name, options):
     assert joined(parse_parts(text, "--method"), "--method") == (name, options)
-
-
-B, W = 8, 16
-GEOMETRY = {"block_size": B, "window": W}
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return tiny_lm()
-
-
-def local(position):
-    return set(range(max(0, position // B * B - W), position + 1))
-
-
-def sinks(count):
-    return lambda layer, head, position: local(position) | set(range(min(count, position + 1)))
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    ("prompt", "count"),
-    [(60, 19), (71, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, 3), (40, 3), (64, 0)))],
-)
-def test_streaming_sees_its_sinks_and_its_window(plain, prompt, count):
-    ids = random_prompt(prompt, prompt)
-    model = plain.with_method("streaming", sinks=count, **GEOMETRY)
-    out = tca_jax.generate(model, ids, max_new_tokens=30, stop_token_ids=())
-    assert out.tokens == [masked_greedy(plain, ids, 30, sinks(count))]
-    held = min(count, max(0, (prompt + 28) // B * B - W))  # sinks that have left the window
-    assert out.stats.kept_share == pytest.approx((held + len(local(prompt + 28))) / (prompt + 29))
 
 
 def test_capacities_of_another_number_of_heads_are_refused():

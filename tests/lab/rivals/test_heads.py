@@ -124,20 +124,26 @@ def test_heads_keep_the_prompt_or_its_window():
 GATES = [[0.9, 0.1], [0.2, 0.8]]
 
 
-def by_gates(layer, head, position):
-    """Retrieval heads see everything, the others 3 sinks and the window."""
-    if GATES[layer][head] > 0.5:
-        return set(range(position + 1))
-    return set(range(max(0, position // B * B - W), position + 1)) | set(range(min(3, position + 1)))
+@pytest.mark.parametrize(
+    ("method", "options", "gates", "prompt"),
+    [
+        ("duoattention", {"gates": GATES}, GATES, 5),
+        ("duoattention", {"gates": GATES}, GATES, 71),
+        ("streaming", {}, np.zeros((2, 2)), 60),
+    ],
+)
+def test_heads_see_what_their_kind_sees(method, options, gates, prompt):
+    """Retrieval heads see everything, the others 3 sinks and the window, as all heads of streaming."""
 
+    def visible(layer, head, position):
+        edge = max(0, position // B * B - W) if gates[layer][head] < 0.5 else 0
+        return {*range(min(3, position + 1)), *range(edge, position + 1)}
 
-@pytest.mark.parametrize("prompt", [5, 71])
-def test_heads_see_what_their_kind_sees(prompt):
     lm, ids = tiny_lm(), random_prompt(prompt, prompt)
-    model = lm.with_method("duoattention", gates=GATES, sinks=3, **GEOMETRY)
+    model = lm.with_method(method, **options, sinks=3, **GEOMETRY)
     out = tca_jax.generate(model, ids, max_new_tokens=30, stop_token_ids=())
-    assert out.tokens == [masked_greedy(lm, ids, 30, by_gates)]
-    seen = [len(by_gates(layer, head, prompt + 28)) for layer in range(2) for head in range(2)]
+    assert out.tokens == [masked_greedy(lm, ids, 30, visible)]
+    seen = [len(visible(layer, head, prompt + 28)) for layer, head in np.ndindex(2, 2)]
     assert out.stats.kept_share == pytest.approx(np.mean(seen) / (prompt + 29))
 
 
