@@ -159,13 +159,3 @@ def work(tmp_path_factory):
 def in_work(work, monkeypatch):
     """The working folder is `work`, of which a module may have its own."""
     monkeypatch.chdir(work)
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """Figures in place of the files they would be written to."""
-    from tca_jax.lab.plots import figures as module
-
-    drawn = []
-    monkeypatch.setattr(module, "write", lambda figure, path: drawn.append(figure) or Path(path))
-    return drawn

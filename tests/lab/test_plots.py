@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from pathlib import Path
 
 import commands
 import numpy as np
@@ -16,6 +17,14 @@ from tca_jax.lab.plots.figures import METHOD_COLORS
 from tca_jax.loading import checkpoint_folder
 
 run, error = (functools.partial(each, "plot") for each in (commands.run, commands.error))
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Figures in place of the files they would be written to."""
+    drawn = []
+    monkeypatch.setattr("tca_jax.lab.plots.figures.write", lambda figure, path: drawn.append(figure) or Path(path))
+    return drawn
 
 
 def texts(axes):
