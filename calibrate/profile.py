@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -150,15 +149,16 @@ class Profile:
         """
         folder, metadata, arrays = load("profile", directory)
         version = metadata.get("format_version") if isinstance(metadata, dict) else None
-        if version == WORTH_VERSION:
-            return WorthProfile.of_saved(folder, metadata, arrays)
         reads = f"tca_jax {importlib.metadata.version('tca-jax')} reads {list(_READ_VERSIONS)}"
         given = f"{folder}: format_version = {version!r}"
         require(version in _READ_VERSIONS, f"{given}: {reads}; upgrade tca_jax, or calibrate again")
-        with _damage_explained(folder):
+        damaged = f"{folder}: damaged", ValueError, TypeError, LookupError, AttributeError
+        with explaining(*damaged):
+            if version == WORTH_VERSION:
+                return WorthProfile.of_saved(metadata, arrays)
             is_of_paper = version not in _OLD_VERSIONS or _is_of_paper(metadata["config"], arrays)
         require(is_of_paper, f"{folder} was made by the search of an older version: calibrate again (a minute)")
-        with _damage_explained(folder):
+        with explaining(*damaged):
             fields = {name: metadata[name] for name in _METADATA} | {name: arrays[name] for name in ARRAYS}
             config = fields["config"].items()
             fields["config"] = TCAConfig(**{k: v for k, v in config if version == FORMAT_VERSION or k in _OF_CONFIG})
@@ -172,10 +172,6 @@ class Profile:
         """All but the arrays, as JSON values."""
         own = {"format_version": FORMAT_VERSION, "config": dataclasses.asdict(self.config), "sources": [*self.sources]}
         return {name: getattr(self, name) for name in _METADATA} | own
-
-
-def _damage_explained(folder: Any) -> AbstractContextManager[None]:
-    return explaining(f"{folder}: damaged", ValueError, TypeError, LookupError, AttributeError)
 
 
 def _is_of_paper(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:

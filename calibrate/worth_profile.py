@@ -23,7 +23,7 @@ from tca_jax.engine.contexts import prefill
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompt, encode_verbatim, is_single
 from tca_jax.engine.score import score, score_answers
-from tca_jax.errors import check_integer, explaining, is_finite_number, require
+from tca_jax.errors import check_integer, is_finite_number, require
 from tca_jax.methods.base import Method, num_ranked_blocks
 from tca_jax.methods.worth import BLOCK, WINDOW, ReadSettings, WorthSettings, by_worth
 from tca_jax.models.config import ModelConfig
@@ -127,14 +127,13 @@ class WorthProfile:
         save("profile", directory, arrays, {"format_version": FORMAT_VERSION, "rule": "worth"} | fields)
 
     @classmethod
-    def of_saved(cls, folder: Any, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> WorthProfile:
+    def of_saved(cls, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> WorthProfile:
         """The profile of the files of `save`."""
-        with explaining(f"{folder}: damaged", ValueError, TypeError, LookupError, AttributeError):
-            fields = {name: metadata[name] for name in _METADATA}
-            of_maps = {name: arrays[name] for name in _OF_MAPS}
-            of_maps["maps"] = np.asarray(of_maps["maps"].view(jnp.bfloat16), np.float32)
-            tables = {name: tuple(map(dict, fields[name])) for name in _TABLES}
-            return cls(maps=WorthMaps(**of_maps), **fields | tables)
+        fields = {name: metadata[name] for name in _METADATA}
+        of_maps = {name: arrays[name] for name in _OF_MAPS}
+        of_maps["maps"] = np.asarray(of_maps["maps"].view(jnp.bfloat16), np.float32)
+        tables = {name: tuple(map(dict, fields[name])) for name in _TABLES}
+        return cls(maps=WorthMaps(**of_maps), **fields | tables)
 
 
 def sources_of(texts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], ...]:

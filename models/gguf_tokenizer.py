@@ -20,6 +20,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tca_jax.errors import UserError
+from tca_jax.models.json_object import Entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -74,13 +75,13 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> PreTrainedToken
     Its ids are those of llama.cpp. Control tokens are special; user-defined tokens are added tokens. ValueError where a
     value is missing, unknown or invalid; the message has the file (`source`), the key and a remedy.
     """
-    file = _File(metadata, source)
+    file = _File.of(metadata, source)
     split = _split(file) if file.kind == "gpt2" else None
     flags = {"bos": file.flag("ggml.add_bos_token", split is None or split.add_bos)}
     flags["eos"] = file.flag("ggml.add_eos_token", False)
-    template = metadata.get("tokenizer.chat_template")
+    template = file.values.get("chat_template")
     if not isinstance(template, str | None):
-        file.refuse("chat_template", template, "must be a string")
+        file.refuse("chat_template", "a string")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # PyTorch, which nothing here needs
     from transformers import PreTrainedTokenizerFast
 
@@ -103,7 +104,7 @@ def stop_token_ids(metadata: Mapping[str, Any], source: str) -> tuple[int, ...]:
 
     That of `tokenizer.ggml.eos_token_id` is first, the others are in ascending order.
     """
-    file, texts = _File(metadata, source), set(_STOP_TEXTS.split())
+    file, texts = _File.of(metadata, source), set(_STOP_TEXTS.split())
     first, *named = (file.id(name) for name in _STOP_IDS)
     of_text = {i for i in np.flatnonzero(file.types == _CONTROL).tolist() if file.tokens[i] in texts}
     others = sorted((of_text | {token for token in named if token is not None}) - {first})
@@ -111,25 +112,26 @@ def stop_token_ids(metadata: Mapping[str, Any], source: str) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _File:
-    """Checked metadata of a file; arguments are keys without their prefix "tokenizer."."""
+class _File(Entries):
+    """Checked metadata of a file, by keys without their prefix "tokenizer."."""
 
-    metadata: Mapping[str, Any]
-    source: str
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any], source: str) -> _File:
+        values = {key.removeprefix("tokenizer."): value for key, value in metadata.items()}
+        return cls(values, f"{source}: tokenizer.{{}}")
 
     @functools.cached_property
     def kind(self) -> str:
-        kind = self.metadata.get("tokenizer.ggml.model")
+        kind = self.values.get("ggml.model")
         if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
-            must = "must be 'gpt2' (byte-level BPE) or 'llama' (SentencePiece)"
-            self.refuse("ggml.model", kind, must, _CHECKPOINT)
+            self.refuse("ggml.model", "'gpt2' (byte-level BPE) or 'llama' (SentencePiece)", remedy=_CHECKPOINT)
         return kind
 
     @functools.cached_property
     def tokens(self) -> list[str]:
         tokens = self.strings("ggml.tokens")
         if not tokens:
-            self.refuse("ggml.tokens", tokens, "must hold a token")
+            self.refuse("ggml.tokens", "a list of tokens")
         return [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # as llama.cpp calls them
 
     @functools.cached_property
@@ -137,47 +139,40 @@ class _File:
         ids = {token: i for i, token in enumerate(self.tokens)}
         if len(ids) < len(self.tokens):
             twice = next(token for i, token in enumerate(self.tokens) if ids[token] != i)
-            self.refuse("ggml.tokens", twice, "must be there once")
+            self.refuse("ggml.tokens", "there once", twice)
         return ids
 
     @functools.cached_property
     def types(self) -> np.ndarray:
-        if "tokenizer.ggml.token_type" not in self.metadata:
+        if "ggml.token_type" not in self.values:
             return np.ones(len(self.tokens), int)
         return self.numbers("ggml.token_type", "iu")
 
     def id(self, name: str) -> int | None:
         """A token that the metadata names; None where it names none."""
         key, size = f"ggml.{name}_token_id", len(self.tokens)
-        value = self.metadata.get(f"tokenizer.{key}")
+        value = self.values.get(key)
         if value is None:
             default = _SENTENCEPIECE_IDS.get(name, size) if self.kind == "llama" else size
             return default if default < size else None
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < size:
-            self.refuse(key, value, f"must be a token id in [0, {size})")
+            self.refuse(key, f"a token id in [0, {size})")
         return int(value)
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.metadata.get(f"tokenizer.{key}", default)
-        if not isinstance(value, bool):
-            self.refuse(key, value, "must be true or false")
-        return value
-
     def strings(self, key: str) -> list[str]:
-        value = self.metadata.get(f"tokenizer.{key}")
+        value = self.values.get(key)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            self.refuse(key, value, "must be a list of strings")
+            self.refuse(key, "a list of strings")
         return value
 
     def numbers(self, key: str, kinds: str) -> np.ndarray:
         """One number for each token; `kinds` are of dtypes."""
-        value = self.metadata.get(f"tokenizer.{key}")
         try:
-            numbers = np.asarray(value)
+            numbers = np.asarray(self.values.get(key))
         except ValueError:  # lists of different lengths
             numbers = np.empty((0, 0))
         if numbers.shape != (len(self.tokens),) or numbers.dtype.kind not in kinds or np.isnan(numbers).any():
-            self.refuse(key, value, f"must be a list of {len(self.tokens):,} numbers, one for each token")
+            self.refuse(key, f"a list of {len(self.tokens):,} numbers, one for each token")
         return numbers
 
     def named_tokens(self) -> dict[str, str]:
@@ -193,25 +188,25 @@ class _File:
         found = np.flatnonzero(np.isin(self.types, types)).tolist()
         return [AddedToken(self.tokens[i], normalized=False, special=special) for i in found]
 
-    def refuse(self, key: str, value: Any, must: str, remedy: str = "convert the model again") -> NoReturn:
-        """Raises ValueError with the key, its value and the remedy."""
-        size = ""
+    def refuse(self, key: str, must: str, value: Any = None, remedy: str = "convert the model again") -> NoReturn:
+        """Raises ValueError with the key, its value, or a part of that, and the remedy."""
+        size, value = "", self.values.get(key) if value is None else value
         if isinstance(value, list | np.ndarray):
             value, size = value[:3], f" ({len(value):,} entries)"
         shown = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
         given = "is missing" if value is None else f"= {shown}{size}"
-        raise UserError(f"{self.source}: tokenizer.{key} {given}: {must}; {remedy}")
+        raise UserError(f"{self.name.format(key)} {given}: must be {must}; {remedy}")
 
 
 def _split(file: _File) -> _Split:
     """The split that `tokenizer.ggml.pre` names."""
-    name = file.metadata.get("tokenizer.ggml.pre")
+    name = file.values.get("ggml.pre")
     if name is None or (isinstance(name, str) and not name):
         use = "text is split as by 'default', and answers may be worse; convert the model again"
-        warnings.warn(f"{file.source} has no tokenizer.ggml.pre: {use}", stacklevel=3)
+        warnings.warn(f"{file.name.format('ggml.pre')} is missing: {use}", stacklevel=3)
         name = "default"
     if not isinstance(name, str) or name not in _SPLITS:
-        file.refuse("ggml.pre", name, f"must be one of {', '.join(_SPLITS)}", _CHECKPOINT)
+        file.refuse("ggml.pre", f"one of {', '.join(_SPLITS)}", remedy=_CHECKPOINT)
     return _SPLITS[name]
 
 
@@ -222,7 +217,7 @@ def _bytes_bpe(file: _File, split: _Split) -> Tokenizer:
         space = merge.find(" ", 1)
         left, right = merge[:space], merge[space + 1 :]
         if space < 0 or not (left in ids and right in ids and left + right in ids):
-            file.refuse("ggml.merges", merge, "must be two tokens that make a third, with a space between")
+            file.refuse("ggml.merges", "two tokens that make a third, with a space between", merge)
         merges[left, right] = None
     backend = Tokenizer(models.BPE(ids, list(merges), ignore_merges=split.ignore_merges))
     parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
@@ -261,8 +256,7 @@ def _post_processor(file: _File, flags: Mapping[str, bool]) -> processors.Templa
     special = {}
     for name in (name for name, flag in flags.items() if flag):
         if (token := file.id(name)) is None:
-            must = f"needs tokenizer.ggml.{name}_token_id, which is missing"
-            file.refuse(f"ggml.add_{name}_token", True, must)
+            file.refuse(f"ggml.add_{name}_token", f"false where there is no tokenizer.ggml.{name}_token_id", True)
         special[name] = {"id": name, "ids": [token], "tokens": [file.tokens[token]]}
     before, after = ([name] if name in special else [] for name in ("bos", "eos"))
     single, second = ([*before, part, *after] for part in ("$A", "$B"))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tca_jax.engine.lm import KV, LM
-from tca_jax.engine.mesh import Orders, balanced_orders
+from tca_jax.engine.mesh import balanced_orders
 from tca_jax.errors import UserError, explaining, is_finite_number, require, require_type
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.config import ModelConfig, read_config
@@ -64,11 +64,6 @@ class Checkpoint:
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
-    @property
-    def in_eight_bits(self) -> bool:
-        """Whether its projections are stored in eight bits."""
-        return read_quantization(self.folder) is not None
-
     def read_profile(self, profile: Any, kept: float | None = None) -> Profile | WorthProfile | None:
         """The profile that `load` is to use, checked for the model's shape.
 
@@ -84,7 +79,13 @@ class Checkpoint:
         found = _resolve_profile(self.folder, profile)
         if found is not None:
             found.validate_for(self.config, None, self.name)
-        return found if kept is None else _with_kept(found, kept)
+        if kept is None:
+            return found
+        from tca_jax.calibration.worth_profile import WorthProfile
+
+        fits = isinstance(found, WorthProfile)
+        require(fits, f"kept = {kept}: goes with a profile of predicted worth, not with one of the paper's rule")
+        return found.with_kept(kept)
 
     def load(
         self,
@@ -100,13 +101,17 @@ class Checkpoint:
         """Reads the weights; arguments, result and errors are those of `tca_jax.load`."""
         dtype = check_dtype(dtype)
         check_eight_bits(weights, kv)
-        if weights is None and self.in_eight_bits:
+        if weights is None and read_quantization(self.folder) is not None:
             _require_e4m3(f"{self.name} has weights in fp8, which")
         if mesh is not None:
             check_mesh(mesh, self.config, self.name)
         found = self.read_profile(profile, kept)  # before gigabytes are read
         enable_compilation_cache()
-        orders = None if mesh is None or found is None else self._head_orders(found, mesh)
+        orders = None
+        if mesh is not None and found is not None:  # read where the profile wants them, no KV head has to be moved
+            c = self.config
+            sizes = c.num_layers, c.num_kv_heads, axis_size(mesh, MODEL), c.max_context
+            orders = balanced_orders(found.method().cache, *sizes)
         # All weights are read here.
         loaded = load_checkpoint(self.folder, self.config, dtype, progress, mesh, orders, weights)
         lm = LM.from_decoder(
@@ -121,12 +126,6 @@ class Checkpoint:
             kv=kv,
         )
         return lm.with_profile(found)
-
-    def _head_orders(self, profile: Profile | WorthProfile, mesh: Mesh) -> Orders:
-        """Where the profile wants each KV head: read there, none has to be moved, for which there may be no room."""
-        c = self.config
-        sizes = c.num_layers, c.num_kv_heads, axis_size(mesh, MODEL), c.max_context
-        return balanced_orders(profile.method().cache, *sizes)
 
 
 def load(
@@ -212,7 +211,9 @@ def check_dtype(dtype: Any) -> Any:
     """
     if dtype is None:
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    require(_is_supported(dtype), f"dtype = {dtype}: must be float32, bfloat16 or float16")
+    with explaining(f"dtype = {dtype}: must be float32, bfloat16 or float16", TypeError):
+        known = jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
+    require(known, f"dtype = {dtype}: must be float32, bfloat16 or float16")
     return dtype
 
 
@@ -305,13 +306,6 @@ def _download(hub_id: str, revision: str | None) -> Path:
         raise FileNotFoundError(f"{hub_id} {reason}") from error
 
 
-def _is_supported(dtype: Any) -> bool:
-    try:
-        return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
-    except TypeError:  # no dtype at all
-        return False
-
-
 def _display_name(name_or_path: str | os.PathLike[str]) -> str:
     """The model's name in messages and profiles: no path of this machine, only the name of the folder or file."""
     path = Path(name_or_path).expanduser()
@@ -342,16 +336,13 @@ def _eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, 
         if not path.exists():
             continue
         if (eos := read_json_object(path).get("eos_token_id")) is not None:
-            return _checked_token_ids(eos, vocab_size, path)
+            ids = eos if isinstance(eos, list) else [eos]
+            known = all(type(token) is int and 0 <= token < vocab_size for token in ids)  # a bool is no token
+            must = f"must be a token id in [0, {vocab_size}), or a list of them"
+            require(known, f"{path}: eos_token_id = {eos!r}: {must}")
+            return tuple(ids)
     eos = getattr(tokenizer, "eos_token_id", None)
     return () if eos is None else (eos,)
-
-
-def _checked_token_ids(eos: Any, vocab_size: int, path: Path) -> tuple[int, ...]:
-    ids = eos if isinstance(eos, list) else [eos]
-    known = all(type(token) is int and 0 <= token < vocab_size for token in ids)  # a bool is no token
-    require(known, f"{path}: eos_token_id = {eos!r}: must be a token id in [0, {vocab_size}), or a list of them")
-    return tuple(ids)
 
 
 def require_kept(profile: Any, kept: float | None) -> None:
@@ -359,14 +350,6 @@ def require_kept(profile: Any, kept: float | None) -> None:
     known = kept is None or (is_finite_number(kept) and 0 < kept <= 1)
     require(known, f"kept = {kept!r}: must be in (0, 1]")
     require(kept is None or profile is not None, f"kept = {kept}: goes with a profile of predicted worth")
-
-
-def _with_kept(profile: Any, kept: float) -> WorthProfile:
-    from tca_jax.calibration.worth_profile import WorthProfile
-
-    fits = isinstance(profile, WorthProfile)
-    require(fits, f"kept = {kept}: goes with a profile of predicted worth, not with one of the paper's rule")
-    return profile.with_kept(kept)
 
 
 def _resolve_profile(folder: Path, profile: Any) -> Profile | WorthProfile | None:

@@ -179,7 +179,7 @@ def test_pre_tokenizers_differ_and_have_synonyms():
     assert len(set(found.values())) == len(RULES)
     assert (found["llama3"], found["deepseek-r1-qwen"]) == (found["llama-bpe"], found["qwen2"])
     nameless = {key: value for key, value in metadata.items() if key != f"{GGML}pre"}
-    with pytest.warns(UserWarning, match=r"a\.gguf has no tokenizer\.ggml\.pre"):
+    with pytest.warns(UserWarning, match=r"a\.gguf: tokenizer\.ggml\.pre is missing"):
         assert tuple(build_tokenizer(nameless, "a.gguf")(text)["input_ids"]) == found["default"]
 
 
@@ -240,7 +240,7 @@ def test_stop_tokens_are_named_or_known():
         ("qwen2", "eos_token_id", 2.5, r"2\.5: must be a token id"),
         ("qwen2", "add_bos_token", 1, "1: must be true or false"),
         ("sentencepiece", "scores", [float("nan")] * 500, "must be a list of"),
-        ("without a first token", "add_bos_token", True, r"True: needs tokenizer\.ggml\.bos_token_id"),
+        ("without a first token", "add_bos_token", True, r"True: must be false where there is no tokenizer\.ggml\.bos"),
     ],
 )
 def test_invalid_metadata_is_refused(kind, key, value, message):
