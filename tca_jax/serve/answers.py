@@ -178,11 +178,8 @@ class Metrics:
         if completion is None:
             return
         new = len(completion.tokens)
-        for kind, count in (
-            ("prompt", completion.prompt_tokens),
-            ("document", completion.document_tokens),
-            ("answer", new),
-        ):
+        counts = {"prompt": completion.prompt_tokens, "document": completion.document_tokens, "answer": new}
+        for kind, count in counts.items():
             self._tokens.labels(kind).inc(count)
         self._first.observe(completion.seconds_to_first_token)
         if new > 1:
