@@ -7,7 +7,6 @@ from .decoder import Decoder as Decoder
 from .fingerprint import fingerprint as fingerprint
 from .params import LoadedCheckpoint as LoadedCheckpoint
 from .params import load_checkpoint as load_checkpoint
-from .params import load_decoder as load_decoder
 from .params import save_decoder as save_decoder
 from .params import write_config as write_config
 from .rope import RopeConfig as RopeConfig

@@ -481,7 +481,7 @@ def place_codes(
 ) -> Array:
     """Codes `[out, in]` times their scales, one for each block, on their devices: float32, not transposed."""
     outputs, inputs = (jnp.arange(size) // of_block for size, of_block in zip(codes.shape, block, strict=True))
-    return constrained((codes.astype(jnp.float32) * scale[outputs[:, None], inputs]).T, mesh, spec)
+    return constrained((jnp.asarray(codes, jnp.float32) * jnp.asarray(scale)[outputs[:, None], inputs]).T, mesh, spec)
 
 
 @functools.partial(jax.jit, static_argnames=("specs", "mesh"))

@@ -83,8 +83,8 @@ class Checkpoint:
             return found
         from tca_jax.calibration.worth_profile import WorthProfile
 
-        fits = isinstance(found, WorthProfile)
-        require(fits, f"kept = {kept}: goes with a profile of predicted worth, not with one of the paper's rule")
+        if not isinstance(found, WorthProfile):
+            raise UserError(f"kept = {kept}: goes with a profile of predicted worth, not with one of the paper's rule")
         return found.with_kept(kept)
 
     def load(

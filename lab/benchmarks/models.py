@@ -224,7 +224,7 @@ def _drawn(
     """Normal numbers; each device draws its part."""
     part = shape if mesh is None else NamedSharding(mesh, spec).shard_shape(shape)
 
-    def on_device(key: Array, std: Array) -> Array:
+    def on_device(key: Array, std: Any) -> Array:
         if part != shape:
             key = jax.random.fold_in(key, jax.lax.axis_index(MODEL))
         return random_normal(key, part, dtype, std)

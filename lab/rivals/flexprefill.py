@@ -72,7 +72,7 @@ class FlexPrefill(BlockSparsePrefill):
         back = jnp.arange(tiles)[:, None] - jnp.arange(tiles)
         mask = lines[0][..., None, :] | (lines[1][..., jnp.maximum(back, 0)] & (back >= 0))
         pairs = self._covering_pairs(q, keys, lengths) & aware[..., None, None]
-        return lists_of_mask(mask | pairs.reshape(batch, -1, tiles, tiles), size)
+        return lists_of_mask(mask | pairs.reshape(batch, -1, tiles, tiles), size, k.shape[1])
 
     def _covering_pairs(
         self, q: Float[Array, "B L G d"], keys: Float32[Array, "B N d"], lengths: Int[Array, " B"]

@@ -97,11 +97,11 @@ class MInferencePrefill(BlockSparsePrefill):
         arrays = kinds == "a_shape", kinds == "block_sparse", *(x.astype(np.int32) for x in numbers)
         own = PatternArrays(*(jnp.asarray(heads.of(x.reshape(-1, group)))[head] for x in arrays))
         columns, diagonals = lines(q, k, lengths, own)
-        by_lines = blocks_of_diagonals(diagonals, self.block_size)._replace(columns=columns)
+        by_lines = Listed(*blocks_of_diagonals(diagonals, self.block_size), columns)
         if "block_sparse" not in kinds:
             return by_lines
         mask = best_blocks(q, k, lengths, max(1, int(self.scale * self.blocks)), self.block_size)
-        marked = lists_of_mask(mask, self.block_size)
+        marked = lists_of_mask(mask, self.block_size, k.shape[1])
         blocks = jnp.where(own.by_blocks[:, None, None], marked.blocks, by_lines.blocks)
         return Listed(blocks, jnp.where(own.by_blocks[:, None], marked.counts, by_lines.counts), columns)
 
@@ -142,7 +142,7 @@ def lines(
     )
 
 
-def blocks_of_diagonals(diagonals: Bool[Array, "B G L"], size: int) -> Listed:
+def blocks_of_diagonals(diagonals: Bool[Array, "B G L"], size: int) -> tuple[Array, Array]:
     """The fewest blocks of keys, cut from a tile's own on, that hold the keys of its queries on some diagonals."""
     length = diagonals.shape[-1]
     tiles = cdiv(length, size)
@@ -160,7 +160,7 @@ def blocks_of_diagonals(diagonals: Bool[Array, "B G L"], size: int) -> Listed:
         starts = jnp.concatenate([starts, jnp.take_along_axis(jump, starts, axis=-1)], axis=-1)
         jump = jnp.take_along_axis(jump, jump, axis=-1)
     begins = jnp.arange(tiles, dtype=jnp.int32)[:, None] * size - starts[..., None, :tiles]  # [B, G, tile, block]
-    return Listed(begins, (begins > -size).sum(axis=-1, dtype=jnp.int32))
+    return begins, (begins > -size).sum(axis=-1, dtype=jnp.int32)
 
 
 def best_blocks(

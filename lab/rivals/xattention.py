@@ -72,7 +72,7 @@ class XAttentionPrefill(BlockSparsePrefill):
             threshold = jnp.asarray(heads.of(shares.reshape(-1, group)))[head][:, None]
         chunk = first_chunk(lengths) if self.chunk is None else jnp.full_like(lengths, self.chunk)
         in_chunk = (jnp.arange(sums.shape[-1]) * self.block_size < chunk[:, None])[:, None]  # [B, 1, tiles]
-        return lists_of_mask(chosen_blocks(sums, threshold, in_chunk), self.block_size)
+        return lists_of_mask(chosen_blocks(sums, threshold, in_chunk), self.block_size, k.shape[1])
 
 
 xattention = rival("xattention", XAttentionPrefill)

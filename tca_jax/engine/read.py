@@ -45,6 +45,7 @@ from tca_jax.methods.base import (
     ScoredPrefill,
     last_queries,
 )
+from tca_jax.methods.full import BASELINE
 from tca_jax.methods.regions import Regions, Selection, causal_pairs
 from tca_jax.models.names import MODEL, parameters
 from tca_jax.models.sharding import DATA

@@ -26,7 +26,7 @@ class Listed(NamedTuple):
     # First tokens of key blocks, which do not overlap and end left of the tile; the first `counts` count.
     blocks: Int[Array, "B G N C"]
     counts: Int[Array, "B G N"]
-    columns: Bool[Array, "B G L"] | None = None  # single tokens that all later queries attend to
+    columns: Bool[Array, "B G L"]  # single tokens that all later queries attend to
 
 
 class BlockSparsePrefill(PrefillPolicy):
@@ -91,12 +91,12 @@ class BlockSparsePrefill(PrefillPolicy):
         def some_heads(part: tuple[Array, ...]) -> tuple[Array, Array]:
             numbers, q, k, v = part  # of the heads, before the other axes
             with jax.named_scope("estimate"):
-                listed = jax.vmap(lambda *head: self._listed(layer, heads, *head, lengths))(numbers, q, k)
+                listed = jax.vmap(lambda number, q, k: self._listed(layer, heads, number, q, k, lengths))(numbers, q, k)
             listed = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:]), listed)
             # A query head has lists of its own: its keys and values are laid beside it.
-            own = [jnp.moveaxis(q, 0, 2).reshape(batch, tokens, -1, q.shape[-1])]
-            own += [jnp.repeat(jnp.moveaxis(x, 0, 2), group, axis=2) for x in (k, v)]
-            out = self._attend_listed(*own, listed, lengths, self.most_columns(layer, heads, group), backend)
+            q = jnp.moveaxis(q, 0, 2).reshape(batch, tokens, -1, q.shape[-1])
+            k, v = (jnp.repeat(jnp.moveaxis(x, 0, 2), group, axis=2) for x in (k, v))
+            out = self._attend_listed(q, k, v, listed, lengths, self.most_columns(layer, heads, group), backend)
             pairs = listed_pairs(listed, lengths, self.block_size).mean(axis=1)
             return jnp.moveaxis(out.reshape(batch, tokens, -1, group, q.shape[-1]), 2, 0), pairs
 
@@ -114,8 +114,7 @@ class BlockSparsePrefill(PrefillPolicy):
         all_blocks = jnp.arange(blocks.shape[-1], dtype=jnp.int32) * self.block_size
         blocks = jnp.where(short[..., None], all_blocks, blocks)
         counts = jnp.where(short, jnp.arange(counts.shape[-1], dtype=jnp.int32), counts)
-        columns = jnp.zeros((*counts.shape[:2], k.shape[1]), bool) if columns is None else columns & ~short
-        return Listed(blocks, counts, columns)
+        return Listed(blocks, counts, columns & ~short)
 
     def _attend_listed(
         self, q: Array, k: Array, v: Array, listed: Listed, lengths: Array, most_columns: int, backend: Backend
@@ -149,12 +148,13 @@ class BlockSparsePrefill(PrefillPolicy):
         return out[:, ahead * size :]
 
 
-def lists_of_mask(mask: Bool[Array, "B G N N"], block_size: int) -> Listed:
+def lists_of_mask(mask: Bool[Array, "B G N N"], block_size: int, length: int) -> Listed:
     """The blocks of the prompt that a mask marks for each tile, left of its own."""
     tiles = mask.shape[-1]
     mask = mask & jnp.tri(tiles, k=-1, dtype=bool)
     order = jnp.sort(jnp.where(mask, jnp.arange(tiles, dtype=jnp.int32), tiles), axis=-1)
-    return Listed(order * block_size, mask.sum(axis=-1, dtype=jnp.int32))
+    no_columns = jnp.zeros((*mask.shape[:2], length), bool)
+    return Listed(order * block_size, mask.sum(axis=-1, dtype=jnp.int32), no_columns)
 
 
 def listed_pairs(listed: Listed, lengths: Int[Array, " B"], block_size: int) -> Float32[Array, "B H"]:
