@@ -188,8 +188,8 @@ def _are_short(lm: LM, tokens: Int[Array, "B L"]) -> bool:
     return waits and lm.method == BASELINE
 
 
-def _read(lm: LM, *prompts: Any, **static: Any) -> ReadRows:
-    return read(lm, *prompts, calls=Calls(traced=True), **static)
+def _read(lm: LM, tokens: Any, lengths: Any, most: Any, *, layout: CacheLayout, **static: Any) -> ReadRows:
+    return read(lm, tokens, lengths, most, layout, Calls(traced=True), **static)
 
 
 _read_program = Program(_read)
