@@ -367,7 +367,7 @@ class Prompts:
 
     @property
     def _columns(self) -> int:
-        """Padded length of prompts; after a context, of what is appended to blocks of its."""
+        """Padded length of the prompts; over a context it counts from the start of the context's last block."""
         longest = max(map(len, self.ids))
         if self.context is None:
             return bucket_length(longest)

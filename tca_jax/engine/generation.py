@@ -28,8 +28,7 @@ from tca_jax.engine.prompts import (
 )
 from tca_jax.engine.read import Calls, read
 from tca_jax.engine.request import Request, certain_characters
-from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.score import pairs
+from tca_jax.engine.sampling import Sampling, pairs
 from tca_jax.errors import check_integer, require, require_type
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes

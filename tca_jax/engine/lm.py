@@ -24,7 +24,6 @@ from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import get
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import MODEL
 from tca_jax.models.projections import is_quantized
 from tca_jax.models.rope import fixed_frequencies
@@ -164,6 +163,8 @@ class LM:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of architecture and weights, which profiles carry; computed once, from all weights."""
+        from tca_jax.models.fingerprint import fingerprint
+
         return self.checkpoint_fingerprint or fingerprint(self.decoder, self.head_orders)
 
     @property

@@ -126,3 +126,9 @@ def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Arra
         best = jnp.max(logits, axis=-1, keepdims=True)
         logits = jnp.where(logits >= best + jnp.log(min_p), logits, -jnp.inf)
     return logits
+
+
+def pairs(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[list[tuple[int, float]]]:
+    """Pairs (token id, log-probability) at the first `count` positions."""
+    both = zip(ids[:count].tolist(), logprobs[:count].tolist(), strict=True)
+    return [list(zip(*of_position, strict=True)) for of_position in both]

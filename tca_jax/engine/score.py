@@ -19,6 +19,7 @@ from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import LAYER_WEIGHTS, ROWS, OverMesh, mean_of_devices, on_host, rows_of_device
 from tca_jax.engine.prompts import Prompt, encode_continuation, encode_prompt, encode_prompts, pad_tokens
 from tca_jax.engine.read import OUT, Calls, Layers, require_finite
+from tca_jax.engine.sampling import pairs
 from tca_jax.errors import check_integer, require
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
@@ -90,12 +91,6 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
         return Scores(ids, rows, shares.tolist())
     of_texts = zip(likeliest.ids, likeliest.logprobs, rows, strict=True)
     return Scores(ids, rows, shares.tolist(), [pairs(top, values, len(row)) for top, values, row in of_texts])
-
-
-def pairs(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[list[tuple[int, float]]]:
-    """Pairs (token id, log-probability) at the first `count` positions."""
-    both = zip(ids[:count].tolist(), logprobs[:count].tolist(), strict=True)
-    return [list(zip(*of_position, strict=True)) for of_position in both]
 
 
 def _score_layers(

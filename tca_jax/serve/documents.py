@@ -506,7 +506,7 @@ def pin(user: Any) -> None:
 
 
 def unpin(user: Any) -> None:
-    """Ends what `pin` has begun."""
+    """Undoes `pin`."""
     if user.pins:
         user.parent.users -= 1
         user.pins = False

@@ -57,7 +57,7 @@ class Scheduler:
     # What other threads call
 
     def require_pages(self, tokens: int, parent: Document | None = None) -> None:
-        """Raises ValueError if a document of so many tokens, or of so many more, can never be held."""
+        """Raises ValueError if a document needs more pages than the engine has; `tokens` include its parent's."""
         needed, total = self._prefiller.num_pages(tokens, parent), self._pool.documents
         require(needed <= total, f"{tokens:,} tokens need {needed:,} pages: the engine holds {total:,} (pages)")
 
@@ -323,7 +323,7 @@ class Prefiller:
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def num_pages(self, tokens: int, parent: Document | None = None, documents: int = 1) -> int:
-        """Pages that reading documents of at most so many tokens takes, beside those of a parent."""
+        """Pages for reading documents of at most `tokens` tokens each, without those of a parent."""
         if parent is not None:
             return self._batch.own_pages(len(parent.tokens), tokens - len(parent.tokens))[0]
         return read.num_pages(self._lm, self._lm.cache_layout(documents, bucket_length(tokens)))
