@@ -22,12 +22,12 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "block_mass": ("triton", "xla"),
         "causal_attention": ("cudnn", "mosaic", "triton", "xla"),
         "column_mass": ("xla",),
-        "observation_scores": ("triton", "xla"),
+        "observation_scores": ("xla",),
         "paged_attention": ("triton", "xla"),
         "prefill_attention": ("mosaic", "triton", "xla"),
-        "reserve_tokens": ("triton", "xla"),
+        "reserve_tokens": ("xla",),
         "select_tokens": ("triton", "xla"),
-        "token_scores": ("triton", "xla"),
+        "token_scores": ("xla",),
     }
 )
 #: Major CUDA compute capabilities that a backend runs on; None runs on any device. The Mosaic kernels use wgmma, the

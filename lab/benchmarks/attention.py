@@ -21,7 +21,7 @@ from tca_jax.methods.base import Attended, Heads, Method, last_queries, per_head
 from tca_jax.methods.regions import Regions, Selected, Selection, causal_pairs, selected_pairs
 from tca_jax.methods.worth import BLOCK, WINDOW, block_means, by_worth
 from tca_jax.models.config import ModelConfig
-from tca_jax.pallas_kernels.backends import can_run
+from tca_jax.pallas_kernels.backends import can_run, resolve_backend
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks, prefill_attention
 
 NOTE = (
@@ -52,15 +52,16 @@ class Case:
         if not policy.num_ranked_blocks(tokens):
             return None
         heads = Heads.all(kv_heads)
-        selection = policy.select(0, heads, last_queries(q, n, policy.num_queries), k, v, n, self.backend)
+        kernels = resolve_backend(self.backend)
+        selection = policy.select(0, heads, last_queries(q, n, policy.num_queries), k, v, n, kernels)
         capacities = per_head(policy.capacities(0, tokens), kv_heads, self.name)
         regions = Regions.plan(batch, heads.widest(capacities), policy.block_size)
-        kept = regions.fill(selection, k, v, block_size=policy.block_size, backend=self.backend)
+        kept = regions.fill(selection, k, v, block_size=policy.block_size, backend=kernels)
         return kept, kept if self.method.prefill_reads_cache else None
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Any) -> Attended:
         readable = None if selected is None else selected[1]
-        return self.method.prefill.attend(0, Heads.all(k.shape[2]), q, k, v, n, readable, self.backend)
+        return self.method.prefill.attend(0, Heads.all(k.shape[2]), q, k, v, n, readable, resolve_backend(self.backend))
 
     def run(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Array, Selected | None]:
         """All of the layer: output, and kept tokens of the cache."""
@@ -79,7 +80,7 @@ class WorthCase(Case):
         num_blocks, keys = length // BLOCK, jax.random.split(jax.random.key(0))
         selected = jax.random.uniform(keys[0], (1, heads, length)) < np.resize(self.shares, heads)[:, None]
         regions = Regions.plan(1, [length] * heads, BLOCK)
-        kept = regions.fill(Selection.of_tokens(selected, BLOCK), k, v, block_size=BLOCK, backend=self.backend)
+        kept = regions.fill(Selection.of_tokens(selected, BLOCK), k, v, block_size=BLOCK)
         before = np.tri(num_blocks, k=-1 - WINDOW // BLOCK, dtype=bool)  # [query block, key block]
         read = before & (jax.random.uniform(keys[1], (1, heads, num_blocks, num_blocks)) < _BLOCKS_READ)
         counts = read.sum(axis=-1, dtype=jnp.int32)

@@ -57,9 +57,7 @@ DECLINED = {
         ),
         ({"stride": 1}, "128 queries of a tile times 4 heads: at most 256"),
     ],
-    ("observation_scores", "triton"): [NARROW],
     ("prefill_attention", "triton"): [NARROW, SHORT],
-    ("token_scores", "triton"): [NARROW, ({"block_size": 6}, "block_size = 6: must be a power of two")],
     ("select_tokens", "triton"): [
         ({"dtype": {"k": jnp.float16, "v": jnp.float32}}, r"types \['float16', 'float32'\]"),
         ({"block_size": 512}, "block_size = 512: must be a power of two, at most"),

@@ -12,8 +12,6 @@ from implementations import implementation, on_every_backend
 
 from tca_jax.pallas_kernels.block_mass import triton
 from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
-from tca_jax.pallas_kernels.observation_scores.triton import ObservationScoresConfig, PassConfig
-from tca_jax.pallas_kernels.token_scores.triton import TokenScoresConfig
 
 
 def operands(lengths, tokens, heads, kv_heads, head_dim, dtype=jnp.float32, *, queries=None, scale=None):
@@ -72,11 +70,6 @@ def test_token_scores_equal_the_oracle(sizes, block_size, backend):
     check_tokens(implementation("token_scores", backend), sizes, block_size)
 
 
-def test_token_scores_in_other_tiles():
-    config = TokenScoresConfig(keys=16, chunk=32, stages=2, scores=32)
-    check_tokens(partial(implementation("token_scores", "triton"), config=config), ((75, 1, 40), 75, 6, 2, 16), 8)
-
-
 @on_every_backend("token_scores")
 def test_hhi_survives_scores_whose_squares_underflow(backend):
     k = np.zeros((2, 16, 1, 16), np.float32)
@@ -130,25 +123,6 @@ def test_score_reaches_the_tokens_that_follow(backend):
     np.testing.assert_allclose(scores[21:26], 0.5 ** np.arange(5), rtol=1e-5)
     assert max(float(scores[:21].max()), float(scores[26:].max())) < 1e-10
     assert not np.any(scores[40:])
-
-
-def test_several_tiles_of_keys_in_xla():
-    check_observed(implementation("observation_scores", "xla"), ((1100, 1023, 513, 70), 1100, 2, 1, 16))
-
-
-@pytest.mark.parametrize(
-    ("norms", "maxima", "scores"),
-    [
-        pytest.param((16, 32, 64, 4, 2), (32, 16, 32, 4, 1), 64, id="more rows in the second pass"),
-        pytest.param((64, 16, 16, 2, 1), (16, 64, 128, 4, 3), 32, id="more rows in the first, chunks of one tile"),
-        pytest.param((128, 16, 256, 4, 2), (128, 32, 256, 8, 2), 16, id="one chunk, more rows than there are"),
-    ],
-)
-def test_observation_scores_in_other_tiles(norms, maxima, scores):
-    config = ObservationScoresConfig(PassConfig(*norms), PassConfig(*maxima), scores)
-    # Of 82 tokens, the first of 20 queries sees all of the first 64 but one: that tile must have a mask.
-    function = partial(implementation("observation_scores", "triton"), config=config)
-    check_observed(function, ((150, 82, 3), 150, 6, 2, 16), spread=16, rtol=1e-4)
 
 
 # --- block mass -----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 from cases import qkv
 from implementations import implementation, on_every_backend
 
-from tca_jax.pallas_kernels.reserve_tokens.triton import ReserveConfig
 from tca_jax.pallas_kernels.select_tokens.triton import SelectConfig
 from tca_jax.pallas_kernels.select_tokens.xla import source_rows
 
@@ -54,26 +53,6 @@ def test_ranked_tokens_past_the_array_or_negative(backend):
     ranked = np.array([TOKENS + 50, -3])
     marked = implementation("reserve_tokens", backend)(jnp.ones((2, 1, TOKENS)), jnp.array(ranked), reserve=7)
     np.testing.assert_array_equal(marked[:, 0], (np.arange(TOKENS) < 7) & (ranked[:, None] > 0))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(ReserveConfig(chunk=32, tile=16, bits=4), id="chunks of two tiles"),
-        pytest.param(ReserveConfig(chunk=16, tile=16, bits=8), id="chunks of one tile, digits of a byte"),
-        pytest.param(ReserveConfig(chunk=512, tile=64, bits=5), id="one chunk, digits that do not divide the bits"),
-    ],
-)
-def test_tiles_and_digits_do_not_matter(config):
-    function = partial(implementation("reserve_tokens", "triton"), config=config)
-    for kind in ("few values", "many sizes"):
-        check_reserve(function, draw_scores(kind), RANKED, 100)
-
-
-@on_every_backend("reserve_tokens")
-def test_several_chunks_of_default_size(backend):
-    scores = np.random.default_rng(0).integers(0, 20, (2, 1, 2500)).astype(np.float32)
-    check_reserve(implementation("reserve_tokens", backend), scores, np.array([2500, 1100]), 512)
 
 
 # --- selection ------------------------------------------------------------------------------------
