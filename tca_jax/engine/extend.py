@@ -41,7 +41,7 @@ def num_columns(most_columns: int, block_size: int) -> int:
 def align(
     tokens: Int[np.ndarray, "B L"], starts: Int[np.ndarray, " B"], *, block_size: int, columns: int
 ) -> Int[np.ndarray, "B S"]:
-    """Right-padded rows moved to the columns that `extend` wants them in.
+    """Right-padded rows moved to the columns that `feed` wants them in.
 
     Returns:
         int32 `[B, S]`; what lies beside a row's tokens is arbitrary.
