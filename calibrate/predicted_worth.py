@@ -1,4 +1,4 @@
-"""Predicted worth: a linear map of the hidden state for each KV head, fitted in closed form (DESIGN 2.3 and 2.7)."""
+"""Predicted worth: a linear map of the hidden state for each KV head, fitted in closed form (docs/worth.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worth of each token to a literal repetition of its text (DESIGN 2.3).
+"""The worth of each token to a literal repetition of its text (docs/worth.md).
 
 After the text the chat template asks for it, and the text follows again in chunks. A chunk sees of the text its own
 chunk, the one before and the first tokens, so the cost is linear in the length. The margin of the repetition is

@@ -34,7 +34,7 @@ def observation_scores(q_last: Array, k: Array, lengths: Array, *, spread: int, 
 
 
 def _spread(scores: Float32[Array, "B Hkv L"], spread: int, decay: float) -> Float32[Array, "B Hkv L"]:
-    """Maximum over 0 <= a < spread of decay^a times the score a tokens earlier, by doubling what a token sees."""
+    """Maximum over 0 <= a < spread of decay^a times the score a tokens earlier, in spans that double."""
     reach = 1
     while reach < spread:
         step = min(reach, spread - reach)

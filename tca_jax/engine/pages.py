@@ -1,4 +1,4 @@
-"""Pages of the KV cache: one pool for all layers, one table for all rows, one allocator (DESIGN section 5).
+"""Pages of the KV cache: one pool for all layers, one table for all rows, one allocator.
 
 A page holds b tokens of one KV head. A row's table names, for each layer and KV head, the pages of its kept tokens and
 then those of its window; and, where evicted tokens leave their means, pages of means. All numbers are data: they differ

@@ -1,7 +1,7 @@
 """Prompts are read: logits after them, the rows they leave, and the source of values not finite.
 
 Reading is a loop of the host over layers, which share a program where the method treats them equally; for short prompts
-under full attention, and inside a caller's jit, the same functions are traced into one program (DESIGN section 5).
+under full attention, and inside a caller's jit, the same functions are traced into one program.
 """
 
 from __future__ import annotations
