@@ -308,7 +308,7 @@ class Begun(NamedTuple):
     logits: Float32[Array, "B V"]  # of the token after each prompt
     rows: Rows
     attended_share: Float32[Array, " B"]  # of each prompt's causal pairs; of the context's where there is one
-    lengths: Int[Array, " R"]  # tokens of each row
+    lengths: Int[np.ndarray, " R"]  # tokens of each row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -410,8 +410,7 @@ class Prompts:
     def read(self, calls: Calls, backend: Backend, then: Callable[[Any, Any, Any], None] | None = None) -> Begun:
         """Reads the prompts; `then` as for `engine.read.read`."""
         lm, context, (rows, columns, own) = self.lm, self.context, self._sizes
-        padded, counts = pad_tokens(self.ids, lm.pad_token_id)
-        tokens, lengths = jnp.asarray(padded), jnp.asarray(counts)
+        tokens, lengths = pad_tokens(self.ids, lm.pad_token_id)  # of NumPy, which dispatches nothing
         if context is None:
             layout, more = lm.cache_layout(rows, columns, own), self._fork_pages
             more += spare_pages(num_pages(lm, layout) + more, page_bytes(lm))
@@ -419,14 +418,14 @@ class Prompts:
             logits, held, shares = read(lm, tokens, lengths, lengths + own, layout, calls, **options)
         else:
             starts, fed = np.asarray(self.starts, np.int32), self._columns + own
-            aligned = align(padded, starts, block_size=context.rows.page_size, columns=self._columns)
-            most, each = jnp.asarray(starts) + lengths + own, len(self.ids) // context.batch
+            aligned = align(tokens, starts, block_size=context.rows.page_size, columns=self._columns)
+            most, each = jnp.asarray(starts + lengths + own), len(self.ids) // context.batch
             held = fork(lm, context.rows, each, most, context.tokens.shape[1], fed, calls, private=False)
-            given = jnp.asarray(aligned), jnp.asarray(starts), lengths
+            given = jnp.asarray(aligned), jnp.asarray(starts), jnp.asarray(lengths)
             held, logits, _ = feed(lm, held, *given, calls, backend=backend)
             shares, lengths = jnp.broadcast_to(context.attended_share, len(starts)), lengths + starts
         if self.times > 1:
-            lengths, private = jnp.repeat(lengths, self.times), context is None
-            most = lengths + self.fed_tokens
+            lengths, private = np.repeat(lengths, self.times), context is None
+            most = jnp.asarray(lengths + self.fed_tokens)
             held = fork(lm, held, self.times, most, columns, self.fed_tokens, calls, private=private)
         return Begun(logits, held, shares, lengths)

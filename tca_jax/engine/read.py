@@ -158,9 +158,9 @@ def _on_device(value: int) -> Int[Array, ""]:
 
 def read(
     lm: LM,
-    tokens: Int[Array, "B L"],  # right-padded
-    lengths: Int[Array, " B"],
-    most: Int[Array, " B"],  # tokens that the rows will have
+    tokens: Int[Array | np.ndarray, "B L"],  # right-padded
+    lengths: Int[Array | np.ndarray, " B"],
+    most: Int[Array | np.ndarray, " B"],  # tokens that the rows will have
     layout: CacheLayout,  # of the rows
     calls: Calls,
     *,
@@ -174,6 +174,7 @@ def read(
         given, static = (lm, tokens, lengths, most), {"layout": layout, "more_pages": more_pages, "backend": backend}
         rest = None if then is None else lambda shapes: then(*shapes)
         return calls.prepare(_read_program, *given, then=rest, **static)(*given)
+    tokens, lengths, most = map(jnp.asarray, (tokens, lengths, most))
     if lm.method.cache.reader is not None and layout.has_ranked_blocks:
         return lm.method.cache.reader(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
     layers = Layers(lm, tokens, lengths, most, layout, calls, backend)
@@ -182,7 +183,7 @@ def read(
     return ReadRows(logits, rows, shares)
 
 
-def _are_short(lm: LM, tokens: Int[Array, "B L"]) -> bool:
+def _are_short(lm: LM, tokens: Int[Array | np.ndarray, "B L"]) -> bool:
     """Whether the host would call the layers of prompts later than the device could read them."""
     waits = jax.default_backend() == "gpu" and lm.mesh is None and tokens.size <= _ONE_PROGRAM_TOKENS
     return waits and lm.method == BASELINE

@@ -27,6 +27,8 @@ from tca_jax.pallas_kernels.numerics import shared_size
 from tca_jax.programs import Program
 
 _LEAST_ROOM = 256  # for new tokens, so that shorter answers share programs
+#: Keys of answers by seed and rows, on the device: to make them takes as long as to call a program.
+_keys = functools.lru_cache(maxsize=256)(lambda seed, rows: row_keys(jax.random.key(seed), rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,9 +170,8 @@ class Request:
         lm, config, calls, held = self._program_lm, self.config, self.calls, None
         if self._sampling.repetition_penalty is not None:
             held = tuple(map(jnp.asarray, self.prompts.with_contexts()))
-        keys = row_keys(jax.random.key(config.seed), self.rows)
-        stops, least = jnp.asarray(config.stop_token_ids, jnp.int32), config.min_new_tokens
-        drawing = self._sampling, stops, jnp.int32(least) if least else None
+        keys, least = _keys(config.seed, self.rows), config.min_new_tokens
+        drawing = self._sampling, np.asarray(config.stop_token_ids, np.int32), np.int32(least) if least else None
         room = shared_size(max(_LEAST_ROOM, self.prompts.fed_tokens + 1))
         static: dict[str, Any] = {"new_tokens": room, "logprobs": config.num_logprobs}
 

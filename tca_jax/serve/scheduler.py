@@ -400,11 +400,11 @@ class Prefiller:
     def _read(self, group: list[Document], numbers: Numbers) -> Iterator[int]:
         """Reads documents into pages: starts to compile, then yields the tokens of each layer."""
         lm, pool, calls = self._lm.for_programs(), self._pool, read.Calls()
-        tokens, lengths = pad_tokens([each.tokens for each in group], lm.pad_token_id)
+        tokens, lengths = map(jnp.asarray, pad_tokens([each.tokens for each in group], lm.pad_token_id))
         layout, backend = self._lm.cache_layout(len(group), tokens.shape[1]), self._backend
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:
-                given: Any = *map(jnp.asarray, (tokens, lengths, lengths)), layout, calls
+                given = tokens, lengths, lengths, layout, calls
                 self._programs = self._compilers.submit(functools.partial(read.read, lm, *given, backend=backend))
                 yield 0
                 logits, rows, shares = self._programs.result()
