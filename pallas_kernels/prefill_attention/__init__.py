@@ -15,7 +15,7 @@ from tca_jax.pallas_kernels.numerics import cdiv
 
 
 class FarBlocks(NamedTuple):
-    """Blocks and means that a query block attends to left of its window (DESIGN 2.5). N = ceil(L / b)."""
+    """Blocks and means that a query block attends to left of its window (docs/worth.md). N = ceil(L / b)."""
 
     # First tokens of key blocks, which end left of the window; the first `counts` count. Backend "mosaic" takes those
     # that begin on multiples of 128.
