@@ -10,7 +10,7 @@ import os
 import time
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,17 @@ from tca_jax.engine.prompts import (
     pad_tokens,
     require_positions,
 )
-from tca_jax.engine.read import Calls, compacted, fork, num_pages, page_bytes, pages_of_forks, read, require_finite
+from tca_jax.engine.read import (
+    Calls,
+    ReadRows,
+    compacted,
+    fork,
+    num_pages,
+    page_bytes,
+    pages_of_forks,
+    read,
+    require_finite,
+)
 from tca_jax.errors import UserError, require, require_type
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import describe_method, unknown_types
@@ -282,12 +292,12 @@ def prefill(
     checked.require_positions(0)
     require_memory(checked.kv_cache_bytes, f"contexts of {len(checked.ids)} prompts")
     begun = time.perf_counter()
-    logits, rows, shares, _ = checked.read(calls, kernels)
+    logits, rows, shares = checked.read(calls, kernels)
     rows = jax.block_until_ready(compacted(lm, rows, calls))
     seconds = time.perf_counter() - begun - calls.compile_seconds
     finite, shares = on_host((jnp.isfinite(logits).all(axis=-1), shares))
     checked.require_finite(finite)
-    tokens, lengths = map(jnp.asarray, checked.with_contexts())
+    tokens, lengths = map(jnp.asarray, checked.with_contexts)
     made = calls.compile_seconds, seconds, lm.method.cache.window, lm.head_shards, identity_of(lm)
     return Context(rows, tokens, lengths, jnp.asarray(shares), *made)
 
@@ -300,15 +310,6 @@ def kept_share(rows: Rows, fed: np.ndarray) -> float:
     else:
         of_rows = kept.mean(axis=(0, 2))
     return float(np.mean((of_rows + fed - start) / fed))
-
-
-class Begun(NamedTuple):
-    """Prompts that were read, and rows that continue them."""
-
-    logits: Float32[Array, "B V"]  # of the token after each prompt
-    rows: Rows
-    attended_share: Float32[Array, " B"]  # of each prompt's causal pairs; of the context's where there is one
-    lengths: Int[np.ndarray, " R"]  # tokens of each row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,6 +352,12 @@ class Prompts:
         """Tokens of each prompt, those of the context included."""
         return [start + len(ids) for start, ids in zip(self.starts, self.ids, strict=True)]
 
+    @property
+    def row_lengths(self) -> Int[np.ndarray, " R"]:
+        """The same of each row that continues one."""
+        return np.repeat(np.asarray(self.ends, np.int32), self.times)
+
+    @functools.cached_property
     def with_contexts(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and lengths of prompts, those of the context included, right-padded."""
         return pad_tokens([self.before(i) + ids for i, ids in enumerate(self.ids)], self.lm.pad_token_id)
@@ -363,14 +370,13 @@ class Prompts:
     def require_finite(self, finite: np.ndarray) -> None:
         """Raises ValueError, which names the cause, unless the logits of all prompts are finite."""
         if not finite.all():
-            require_finite(self.lm, *self.with_contexts(), finite, "prompts")
+            require_finite(self.lm, *self.with_contexts, finite, "prompts")
 
     @property
     def _columns(self) -> int:
         """Padded length of the prompts; over a context it counts from the start of the context's last block."""
-        longest = max(map(len, self.ids))
         if self.context is None:
-            return bucket_length(longest)
+            return bucket_length(max(map(len, self.ids)))
         b = self.context.rows.page_size
         return num_columns(max(end - start // b * b for start, end in zip(self.starts, self.ends, strict=True)), b)
 
@@ -407,25 +413,25 @@ class Prompts:
         pages = sum(start // b for start in shared) + self.times * sum(own)
         return pages * c.num_layers * c.num_kv_heads * 2 * num_bytes(b, c.head_dim, self.lm.cache_dtype)
 
-    def read(self, calls: Calls, backend: Backend, then: Callable[[Any, Any, Any], None] | None = None) -> Begun:
-        """Reads the prompts; `then` as for `engine.read.read`."""
+    def read(self, calls: Calls, backend: Backend, then: Callable[[Any, Any, Any], None] | None = None) -> ReadRows:
+        """Reads the prompts into rows, `row_lengths` long; `then` as for `engine.read.read`."""
         lm, context, (rows, columns, own) = self.lm, self.context, self._sizes
-        tokens, lengths = pad_tokens(self.ids, lm.pad_token_id)  # of NumPy, which dispatches nothing
         if context is None:
+            tokens, lengths = self.with_contexts  # of NumPy, which dispatches nothing
             layout, more = lm.cache_layout(rows, columns, own), self._fork_pages
             more += spare_pages(num_pages(lm, layout) + more, page_bytes(lm))
             options: dict[str, Any] = {"more_pages": more, "backend": backend, "then": then}
             logits, held, shares = read(lm, tokens, lengths, lengths + own, layout, calls, **options)
         else:
+            tokens, lengths = pad_tokens(self.ids, lm.pad_token_id)
             starts, fed = np.asarray(self.starts, np.int32), self._columns + own
             aligned = align(tokens, starts, block_size=context.rows.page_size, columns=self._columns)
             most, each = jnp.asarray(starts + lengths + own), len(self.ids) // context.batch
             held = fork(lm, context.rows, each, most, context.tokens.shape[1], fed, calls, private=False)
             given = jnp.asarray(aligned), jnp.asarray(starts), jnp.asarray(lengths)
             held, logits, _ = feed(lm, held, *given, calls, backend=backend)
-            shares, lengths = jnp.broadcast_to(context.attended_share, len(starts)), lengths + starts
+            shares = jnp.broadcast_to(context.attended_share, len(starts))
         if self.times > 1:
-            lengths, private = np.repeat(lengths, self.times), context is None
-            most = jnp.asarray(lengths + self.fed_tokens)
+            most, private = jnp.asarray(self.row_lengths + self.fed_tokens), context is None
             held = fork(lm, held, self.times, most, columns, self.fed_tokens, calls, private=private)
-        return Begun(logits, held, shares, lengths)
+        return ReadRows(logits, held, shares)

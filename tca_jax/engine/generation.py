@@ -171,12 +171,12 @@ def stream(
     """
     decode_continuation(lm, [])  # no tokenizer: an error before anything is compiled
     request = Request.create(lm, prompts, context, GenerationConfig.of(config, options), backend)
-    return _pieces(request, single=is_single(prompts) and request.rows == 1)
+    return _pieces(request, single=is_single(prompts) and len(request.prompts.row_lengths) == 1)
 
 
 def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
     """New text, whenever there is some: a string of the only row, or a list with one of each."""
-    state, sent, stride = request.start(), [0] * request.rows, 1
+    state, sent, stride = request.start(), [0] * len(request.prompts.row_lengths), 1
     if not request.is_finished(state):
         request.prepare_steps(state)  # before the first piece: a reader waits once
     while True:

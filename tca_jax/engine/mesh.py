@@ -151,8 +151,8 @@ def over_mesh(
             ]
             return _boxed(function(*_unboxed(jax.tree.unflatten(structure, parts))))
 
-        # Types do not carry the mesh axes over which values vary: each loop would have to begin with values of such a
-        # type. Values that are replicated over an axis stay replicated.
+        # `check_vma` would put the mesh axes over which values vary into their types, and each loop would have to begin
+        # with values of the types that it ends with. Values that are replicated over an axis stay replicated.
         of_given = [spec for leaf, spec in zip(leaves, specs, strict=True) if np.size(leaf)]
         return jax.shard_map(on_device, mesh=mesh, in_specs=(of_given,), out_specs=outputs, check_vma=False)(given)
 

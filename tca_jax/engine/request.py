@@ -131,10 +131,10 @@ class Request:
         checked.require_positions(config.max_new_tokens)
         # A bucket of new tokens, so that another `max_new_tokens` seldom compiles anything.
         fed = bucket_length(config.max_new_tokens) - 1
-        request = cls(lm, dataclasses.replace(checked, times=config.num_samples, fed_tokens=fed), config, kernels)
-        answers = f"{request.rows} answers of up to {config.max_new_tokens} tokens"
-        require_memory(request.prompts.kv_cache_bytes, answers)
-        return request
+        checked = dataclasses.replace(checked, times=config.num_samples, fed_tokens=fed)
+        answers = len(checked.row_lengths)
+        require_memory(checked.kv_cache_bytes, f"{answers} answers of up to {config.max_new_tokens} tokens")
+        return cls(lm, checked, config, kernels)
 
     @functools.cached_property
     def _program_lm(self) -> LM:
@@ -142,16 +142,11 @@ class Request:
 
     @functools.cached_property
     def _readers(self) -> list[AnswerReader]:
-        return [AnswerReader(self.lm, self.config) for _ in range(self.rows)]
+        return [AnswerReader(self.lm, self.config) for _ in self.prompts.row_lengths]
 
     @functools.cached_property
     def _sampling(self) -> Sampling:
         return self.config.sampling
-
-    @property
-    def rows(self) -> int:
-        """Answers: prompts times samples."""
-        return len(self.prompts.ids) * self.config.num_samples
 
     def start(self) -> DecodingState:
         """Prefill and the first token.
@@ -169,22 +164,22 @@ class Request:
         """Reads the prompts and draws the first token of every answer."""
         lm, config, calls, held = self._program_lm, self.config, self.calls, None
         if self._sampling.repetition_penalty is not None:
-            held = tuple(map(jnp.asarray, self.prompts.with_contexts()))
-        keys, least = _keys(config.seed, self.rows), config.min_new_tokens
+            held = tuple(map(jnp.asarray, self.prompts.with_contexts))
+        keys, least = _keys(config.seed, len(self.prompts.row_lengths)), config.min_new_tokens
         drawing = self._sampling, np.asarray(config.stop_token_ids, np.int32), np.int32(least) if least else None
         room = shared_size(max(_LEAST_ROOM, self.prompts.fed_tokens + 1))
         static: dict[str, Any] = {"new_tokens": room, "logprobs": config.num_logprobs}
 
         def compile_decoding(logits: Any, rows: Any, shares: Any) -> None:
-            lengths = jnp.zeros(self.rows, jnp.int32)
-            given = lm.without_weights(), rows, logits, lengths, held, keys, shares, *drawing
-            state = calls.compile_ahead(begin_program, *given, **static)
+            given = lm.without_weights(), rows, logits, self.prompts.row_lengths, held, keys, shares
+            state = calls.compile_ahead(begin_program, *given, *drawing, **static)
             if state is not None and config.max_new_tokens > 1:
                 for program in self._programs:
                     calls.compile_ahead(program, lm, state, jnp.int32(0), self._sampling, backend=self.backend)
 
-        begun = self.prompts.read(calls, self.backend, compile_decoding if config.num_samples == 1 else None)
-        given = lm.without_weights(), begun.rows, begun.logits, begun.lengths, held, keys, begun.attended_share
+        then = compile_decoding if config.num_samples == 1 else None
+        logits, rows, shares = self.prompts.read(calls, self.backend, then)
+        given = lm.without_weights(), rows, logits, self.prompts.row_lengths, held, keys, shares
         return calls(begin_program, *given, *drawing, **static)
 
     @property

@@ -250,8 +250,7 @@ def _encode_answer(lm: LM, answer: Any, held: list[int], argument: str) -> list[
 def _score_rows(prompts: Prompts, answers: list[list[int]], backend: Backend) -> tuple[list[np.ndarray], list[bool]]:
     """Scores of each answer; those to one prompt side by side."""
     lm, b, calls, rest = prompts.lm, prompts.lm.method.cache.block_size, Calls(), None
-    given, lengths = pad_tokens(answers, lm.pad_token_id)
-    held = np.repeat(np.asarray(prompts.ends, np.int32), prompts.times)
+    (given, lengths), held = pad_tokens(answers, lm.pad_token_id), prompts.row_lengths
     places = held % b
     if lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
         prompts = dataclasses.replace(prompts, fed_tokens=num_columns(int(np.max(places + lengths)), b))
