@@ -6,7 +6,6 @@ python examples/your_own_method.py
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ class ObservedCache(methods.CachePolicy):
         return self.num_leaving_blocks(prompt_tokens, new_tokens) * int(self.most * self.block_size)
 
     def select(
-        self, layer: int, heads: methods.Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Any
+        self, layer: int, heads: methods.Heads, q: Array, k: Array, v: Array, lengths: Array
     ) -> methods.Selection:
         scores = self._observed_attention(q, k, lengths)
         budgets = self._budgets(scores, lengths)

@@ -1,4 +1,4 @@
-"""Backends: those of each operation, their device requirements, and the dispatcher of all operations.
+"""Backends: those of each operation with kernels, their device requirements, and the dispatcher.
 
 The implementation of an operation on a backend is the function of the operation's name in the module
 `tca_jax.pallas_kernels.<operation>.<backend>`. It is imported when it is chosen and not before, so that a JAX without
@@ -20,14 +20,10 @@ from tca_jax.errors import Unsupported, require
 OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "block_mass": ("triton", "xla"),
-        "causal_attention": ("cudnn", "mosaic", "triton", "xla"),
-        "column_mass": ("xla",),
-        "observation_scores": ("xla",),
+        "causal_attention": ("cudnn",),  # otherwise prefill attention
         "paged_attention": ("triton", "xla"),
         "prefill_attention": ("mosaic", "triton", "xla"),
-        "reserve_tokens": ("xla",),
         "select_tokens": ("triton", "xla"),
-        "token_scores": ("xla",),
     }
 )
 #: Major CUDA compute capabilities that a backend runs on; None runs on any device. The Mosaic kernels use wgmma, the

@@ -13,7 +13,7 @@ from tca_jax.functional import select
 from tca_jax.methods.base import last_queries
 from tca_jax.methods.config import TCAConfig
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_shapes
-from tca_jax.pallas_kernels.column_mass.xla import row_log_sum_exp
+from tca_jax.pallas_kernels.column_mass import row_log_sum_exp
 from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.numerics import round_up, scaled_scores
 from tca_jax.pallas_kernels.tiles import default_tiles, heads_first, tile_map

@@ -112,7 +112,7 @@ def _select(
     config: TCAConfig,
     backend: Backend,
 ) -> Bool[Array, "B Hkv L"]:
-    selection = select_by_candidates(q_last, k, candidates, lengths, config, backend)
+    selection = select_by_candidates(q_last, k, candidates, lengths, config)
     return selection_mask(selection.scores, selection.budgets, block_size=config.block_size)
 
 
@@ -133,7 +133,7 @@ def _attend(
     regions = Regions.plan(batch, (config.num_ranked_blocks(length) * b,) * kv_heads, b)
     # Which tokens are selected is no smooth function of q and k, and kernels have no derivatives.
     q_last, keys = jax.lax.stop_gradient((last_queries(q, lengths, config.num_queries), k))
-    selection = select_by_candidates(q_last, keys, candidates, lengths, config, backend)
+    selection = select_by_candidates(q_last, keys, candidates, lengths, config)
 
     return attend_selection(q, k, v, selection, lengths, regions, b, config.window, backend)
 

@@ -140,10 +140,6 @@ class LayerPass:
             yield measured
             self._step()
 
-    def finish(self, program: LayerProgram) -> Any:
-        """Runs `program(decoder, x, targets)`, a `layer_program`, on the last layer's residual stream."""
-        return self._of_decoder(program, self._x, self.targets)
-
     def backward(
         self,
         program: LayerProgram,  # takes the derivative by the stream after a layer, then the layer's inputs

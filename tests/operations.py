@@ -1,4 +1,4 @@
-"""Operands of every operation of the kernels: their dimensions, shapes without data, and how they are packed."""
+"""Operands of every operation with kernels: their dimensions, shapes without data, and how they are packed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,12 @@ PAGES = {"caches.k": "P b d", "caches.v": "P b d", "caches.table": "R Hkv T", "c
 PAGES |= {"caches.start": "R", "caches.end": "R"}
 FAR = {"far.blocks": "B Hkv N C", "far.counts": "B Hkv N", "far.selected": "B Hkv L", "far.mean_k": "B N Hkv d"}
 FAR |= {"far.mean_v": "B N Hkv d", "far.mean_bias": "B Hkv N N", "far.mean_counts": "B Hkv N"}
-INTEGERS = {"lengths", "ranked_tokens", "budgets", "offsets", "first", "newest"}
+INTEGERS = {"lengths", "budgets", "offsets", "first", "newest"}
 INTEGERS |= {"far.blocks", "far.counts", "far.mean_counts"}
 INTEGERS |= {name for name in (*POOL, *PAGES) if not name.endswith((".k", ".v"))}
 FIXED = {"scores": jnp.float32, "far.selected": jnp.bool_, "far.mean_bias": jnp.float32}  # types that no call changes
 #: Dimensions of the operands and of the results, then the static options. P is a pool, of tokens or of pages of b.
 OPERATIONS = {
-    "token_scores": (
-        {"q_last": "B Hq d", "k": "B L Hkv d", "lengths": "B"},
-        ("B Hkv L", "B Hkv nb", "B Hkv nb"),
-        ("block_size",),
-    ),
-    "observation_scores": ({"q_last": "B o Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv L",), ("spread",)),
-    "reserve_tokens": ({"scores": "B Hkv L", "ranked_tokens": "B"}, ("B Hkv L",), ("reserve",)),
     "select_tokens": (
         {"scores": "B Hkv L", "budgets": "B Hkv nb", "k": "B L Hkv d", "v": "B L Hkv d", "offsets": "B Hkv"},
         tuple(POOL.values()),
@@ -43,11 +36,6 @@ OPERATIONS = {
         {"q": "B m Hq d", **PAGES, "first": "B", "newest": "B"},
         ("B m Hq d", "B m Hq"),
         ("window",),
-    ),
-    "column_mass": (
-        {"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"},
-        ("B Hkv L", "B Hkv L"),
-        ("block_size", "window"),
     ),
     "block_mass": ({"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv N N",), ("block_size", "stride")),
     "causal_attention": ({**TOKENS, "lengths": "B"}, ("B L Hq d",), ()),
@@ -73,7 +61,7 @@ def call(operation, dtype=jnp.bfloat16, shapes=(), far=False, *, function, **siz
     names, _, options = OPERATIONS[operation]
     b = sizes.get("block_size", 128)
     usual = {"B": 1, "L": 1024, "Hq": 8, "Hkv": 2, "d": 128, "block_size": 128, "window": 4096}
-    usual |= {"stride": 16, "spread": 16, "reserve": 512, "pool_tokens": 2**19, "o": 64, "b": 128, "m": 1, "T": 193}
+    usual |= {"stride": 16, "pool_tokens": 2**19, "b": 128, "m": 1, "T": 193}
     usual |= {"P": 4096, "kept_columns": 160}
     sizes = usual | sizes
     length, blocks = sizes["L"], -(-sizes["L"] // max(1, b))

@@ -52,11 +52,10 @@ class Case:
         if not policy.num_ranked_blocks(tokens):
             return None
         heads = Heads.all(kv_heads)
-        kernels = resolve_backend(self.backend)
-        selection = policy.select(0, heads, last_queries(q, n, policy.num_queries), k, v, n, kernels)
+        selection = policy.select(0, heads, last_queries(q, n, policy.num_queries), k, v, n)
         capacities = per_head(policy.capacities(0, tokens), kv_heads, self.name)
         regions = Regions.plan(batch, heads.widest(capacities), policy.block_size)
-        kept = regions.fill(selection, k, v, block_size=policy.block_size, backend=kernels)
+        kept = regions.fill(selection, k, v, block_size=policy.block_size, backend=resolve_backend(self.backend))
         return kept, kept if self.method.prefill_reads_cache else None
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Any) -> Attended:

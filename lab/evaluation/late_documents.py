@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32
 
 from tca_jax.calibration.repetition import chat_frame
 from tca_jax.engine.lm import LM
@@ -17,7 +17,7 @@ from tca_jax.errors import require
 from tca_jax.lab.evaluation.texts import KINDS, Half, draw
 from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS
 
-ROW = 160  # tokens of a question and its answer, padded
+ROW = 160  # most tokens of a question and its answer
 FREE_END = 1_300  # tokens at a document's end without facts: more than a window of 1,024 and its block
 _CHARACTERS = 12  # of text that are drawn for each token of a document
 _HIDDEN, _COPIES = 12, 4  # facts and passages of a document that is asked later
@@ -56,24 +56,19 @@ class LateFact(NamedTuple):
     value: str
 
 
-@dataclasses.dataclass(frozen=True)
-class LateDocument:
-    """A document that is read without its questions, and rows that are teacher-forced after it."""
+class Asked(NamedTuple):
+    """A question about a document, and its right answer, as token ids."""
+
+    kind: Literal["fact", "copy", "next"]
+    question: list[int]
+    answer: list[int]
+
+
+class LateDocument(NamedTuple):
+    """A document that is read without its questions."""
 
     ids: list[int]  # after the chat template's opening
-    rows: Int32[np.ndarray, "Q n"]  # questions with their answers, `[Q, ROW]`
-    counted: Float32[np.ndarray, "Q n"]  # 1 at the token before each token of an answer
-    kinds: tuple[Literal["fact", "copy", "next"], ...]  # of each row
-
-    @classmethod
-    def of(cls, ids: list[int], asked: Sequence[tuple[Any, list[int], list[int]]], width: int) -> LateDocument:
-        """A document with its questions: kind, question and answer of each, in rows of `width` tokens."""
-        rows, counted = np.zeros((len(asked), width), np.int32), np.zeros((len(asked), width), np.float32)
-        for i, (_, question, answer) in enumerate(asked):
-            end = len(question) + len(answer)
-            rows[i, :end] = [*question, *answer]
-            counted[i, len(question) - 1 : end - 1] = 1
-        return cls(ids, rows, counted, tuple(kind for kind, *_ in asked))
+    asked: list[Asked]
 
 
 def late_facts(rng: np.random.Generator, count: int) -> Iterator[LateFact]:
@@ -107,21 +102,16 @@ def late_document(lm: LM, seed: int, tokens: int, folder: Path | None = None) ->
     for place, number in zip(places, rng.permutation(_HIDDEN), strict=True):
         body.insert(int(place), hidden[number])
     ids = [*opening, *(token for line in body for token in line)]
-    asked: list[tuple[Any, list[int], list[int]]] = []
+    asked = list[Asked]()
     for fact in known:
         question = [*encode_verbatim(lm, f"\n\n{fact.question}"), *closing, *encode_verbatim(lm, fact.opening)]
-        asked.append(("fact", question, encode_verbatim(lm, f" {fact.value}")))
+        asked.append(Asked("fact", question, encode_verbatim(lm, f" {fact.value}")))
+    request = encode_verbatim(lm, "\n\nContinue, word for word, the passage of the document that begins with: ")
     for _ in range(_COPIES):
         start = int(rng.integers(len(opening) + 50, len(ids) - FREE_END))
-        shown = ids[start : start + _COPY_SHOWN]
-        request = encode_verbatim(lm, "\n\nContinue, word for word, the passage of the document that begins with: ")
-        answer = ids[start + _COPY_SHOWN : start + _COPY_SHOWN + _COPY_ASKED]
-        asked.append(("copy", [*request, *shown, *closing], answer))
-    asked.append(("next", following[:1], following[1:ROW]))
-    for kind, question, answer in asked:
-        length = len(question) + len(answer)
-        require(length <= ROW, f"a {kind} and its answer have {length} tokens: at most {ROW} fit")
-    return LateDocument.of(ids, asked, ROW)
+        shown, end = ids[start : start + _COPY_SHOWN], start + _COPY_SHOWN + _COPY_ASKED
+        asked.append(Asked("copy", [*request, *shown, *closing], ids[start + _COPY_SHOWN : end]))
+    return LateDocument(ids, [*asked, Asked("next", following[:1], following[1:ROW])])
 
 
 def _lines(lm: LM, text: str, tokens: int) -> tuple[list[list[int]], list[int]]:

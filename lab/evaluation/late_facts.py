@@ -1,67 +1,71 @@
 """Late answers: facts and passages of a document that was read without the questions, and the text that follows it.
 
 `python -m tca_jax.lab.evaluation.late_facts MODEL --out FILE` appends a record for each document and method, and prints
-the table of FILE. Questions end with the answer's first words ("late-prefix"); a fact is right if every token of its
-value is the likeliest one. A method keeps tokens by a mask (`by_layers`).
+the table of FILE. Questions end with the answer's first words ("late-prefix"); an answer is right if every token of it
+is the likeliest one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
 
 import tca_jax
+from tca_jax.engine.contexts import Context
 from tca_jax.engine.lm import LM
-from tca_jax.lab.by_layers import Answers, ask, read_by, read_full
-from tca_jax.lab.equal_bytes import held_share
+from tca_jax.engine.score import score_answers
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document
 from tca_jax.lab.evaluation.method_specs import parse_labels
 from tca_jax.lab.evaluation.sticks import Named, Record
-from tca_jax.methods.base import ScoredCache
+from tca_jax.methods.full import BASELINE
 
 STICK = "late_facts"
 METHODS = "full,streaming,snapkv,kvzip,adakv-expected-attention,keydiff"  # duoattention: with a profile
 _HEADER = ["method", "documents", "bytes", "kept", "attended pairs", "facts [95%]", "copies [95%]", "following loss"]
 
 
+class Answers(NamedTuple):
+    """What a model makes of a document's questions."""
+
+    facts: list[bool]  # whether each is right
+    copies: list[bool]
+    following: float  # loss of the text that follows
+
+
 def measure(lm: LM, methods: Sequence[Named], document: LateDocument) -> list[Record]:
     """A record of each method, relative to full attention, which is measured first."""
-    full = read_full(lm, document.ids)
-    reference = ask(lm, read_by(lm.with_method("full"), full), document.rows)
-    records = []
+    full = lm.with_method(BASELINE)
+    reference, records = answers(full, tca_jax.prefill(full, document.ids), document), []
     for method in methods:
-        read = read_by(method.lm, full)
-        found = compared(ask(method.lm, read, document.rows), reference, document)
-        scored = isinstance(method.lm.method.cache, ScoredCache)  # its pages have room for prompts that keep more
-        share = read.kv_share if scored else held_share(method.lm, len(document.ids))
-        records.append(method.record(kv_share=share, kept=read.kept_share, attended=read.attended_share, **found))
+        context = tca_jax.prefill(method.lm, document.ids)
+        found, stats = compared(answers(method.lm, context, document), reference), context.stats
+        share = stats.kv_cache_bytes / stats.full_kv_cache_bytes
+        costs = {"kv_share": share, "kept": stats.kept_share, "attended": stats.attended_share}
+        records.append(method.record(**costs, **found))
     return records
 
 
-def compared(found: Answers, reference: Answers, document: LateDocument) -> Record:
-    """Facts (0 unknown under full attention, 1 lost, 2 right), right tokens of copies, loss of the following text."""
-    counted = document.counted > 0
-    rows = {kind: [i for i, each in enumerate(document.kinds) if each == kind] for kind in ("fact", "copy", "next")}
+def answers(lm: LM, context: Context, document: LateDocument) -> Answers:
+    """Answers to a document's questions, each teacher-forced after the document."""
+    kinds, questions, right = zip(*document.asked, strict=True)
+    found = score_answers(lm, questions, [[answer] for answer in right], context=context)
+    greedy = [(kind, flag) for kind, (flag,) in zip(kinds, found.greedy, strict=True)]
+    facts, copies = ([flag for of, flag in greedy if of == kind] for kind in ("fact", "copy"))
+    return Answers(facts, copies, float(-found.logprobs[kinds.index("next")][0].mean()))
 
-    def right(answers: Answers, kind: str) -> list[np.ndarray]:
-        return [answers.right[i][counted[i]] for i in rows[kind]]
 
-    def loss(answers: Answers) -> float:
-        following = [answers.losses[i][counted[i]].mean() for i in rows["next"]]
-        return float(np.mean(following)) if following else math.nan
-
-    facts = zip(right(reference, "fact"), right(found, "fact"), strict=True)
+def compared(found: Answers, reference: Answers) -> Record:
+    """Facts (0 unknown under full attention, 1 lost, 2 right), right copies, loss of the following text."""
     return {
-        "facts": [int(known.all()) + int(known.all() and each.all()) for known, each in facts],
-        "copied": int(sum(each.sum() for each in right(found, "copy"))),
-        "copied_by_full": int(sum(each.sum() for each in right(reference, "copy"))),
-        "next": loss(found),
-        "next_by_full": loss(reference),
+        "facts": [int(known) + int(known and right) for known, right in zip(reference.facts, found.facts, strict=True)],
+        "copied": sum(found.copies),
+        "copied_by_full": sum(reference.copies),
+        "next": found.following,
+        "next_by_full": reference.following,
     }
 
 
@@ -85,8 +89,7 @@ def table(records: Sequence[Record]) -> str:
         shares = (np.mean([record[name] for record in of_method]) for name in ("kv_share", "kept", "attended"))
         right = [percent(facts(of_method)), percent(ratio(of_method, "copied"))]
         more = ratio(of_method, "next")[0] - 1
-        following = f"{more:+.1%}" if np.isfinite(more) else "-"
-        return [str(len(of_method)), *(f"{share:.1%}" for share in shares), *right, following]
+        return [str(len(of_method)), *(f"{share:.1%}" for share in shares), *right, f"{more:+.1%}"]
 
     def note(methods: sticks.Methods) -> str:
         known = {record["seed"]: record["facts"] for of_method in methods.values() for record in of_method}
@@ -107,7 +110,7 @@ def main(
     first: Annotated[int, typer.Option(min=0, help="Seed of the first document.")] = 0,
     texts: sticks.TextsOption = None,
 ) -> None:
-    """Measures late answers of methods, by masks."""
+    """Measures late answers of methods."""
     lm = tca_jax.load(model)
     wanted = [float(share) for share in shares.split(",")]
     named = list(sticks.named_methods(lm, parse_labels(methods), wanted, sticks.parse_profiles(profile), tokens))

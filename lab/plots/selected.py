@@ -25,9 +25,9 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import Prompt, encode_prompt, token_text
 from tca_jax.errors import require
-from tca_jax.lab.by_layers import masks_of
 from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR
+from tca_jax.lab.plots.masks import masks_of
 
 _COLUMNS = 110  # characters of a line
 _LINES = 24

@@ -20,7 +20,6 @@ from tca_jax.lab.rivals.snapkv import SnapKVCache
 from tca_jax.methods.base import Frequencies, Heads, Layer, Method, Wording
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.regions import Selection
-from tca_jax.pallas_kernels.backends import Backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +50,8 @@ class AdaKVCache(GrowingCache):
         of_heads = (self.scored.capacities(layer, prompt_tokens) + (not self.protects) for layer in range(num_layers))
         return tuple(num_kv_heads * each for each in of_heads)
 
-    def select(
-        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Selection:
-        scores = self.scored.token_scores(Inputs(heads, q, k, v, lengths, backend))
+    def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
+        scores = self.scored.token_scores(Inputs(heads, q, k, v, lengths))
         mean = self.scored.mean_of_heads(layer, lengths, k.shape[1])
         return self.scored.selection(scores, self._counts(scores, mean, heads, lengths), lengths)
 

@@ -23,7 +23,6 @@ from tca_jax.lab.rivals.scores import highest, ordered, threshold, total
 from tca_jax.methods.base import CachePolicy, Heads, Layer, Method, PrefillPolicy
 from tca_jax.methods.full import FullCache, FullPrefill
 from tca_jax.methods.regions import Selection
-from tca_jax.pallas_kernels.backends import Backend
 
 #: Scores of tokens, `[B, Hkv, L]`.
 Scores = Float32[Array, "B Hkv L"]
@@ -37,7 +36,6 @@ class Inputs(NamedTuple):
     k: Float[Array, "B L Hkv d"]
     v: Float[Array, "B L Hkv d"]
     lengths: Int[Array, " B"]
-    backend: Backend
 
 
 class GrowingCache(CachePolicy):
@@ -104,10 +102,8 @@ class PromptCompression(GrowingCache):
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         return int(self.num_kept(layer, self.num_ranked_blocks(prompt_tokens)).max())
 
-    def select(
-        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Selection:
-        scores = self.token_scores(Inputs(heads, q, k, v, lengths, backend))
+    def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
+        scores = self.token_scores(Inputs(heads, q, k, v, lengths))
         mean = self.mean_of_heads(layer, lengths, k.shape[1])
         return self.selection(scores, jnp.broadcast_to(mean[:, None], scores.shape[:2]), lengths)
 

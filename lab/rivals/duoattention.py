@@ -24,7 +24,6 @@ from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.methods.streaming import StreamingCache
-from tca_jax.pallas_kernels.backends import Backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +47,8 @@ class DuoAttentionCache(CachePolicy):
         sizes = self.streaming.growth(layer, prompt_tokens, new_tokens), everything
         return tuple(sizes[retrieval] for retrieval in self.retrieval[layer])
 
-    def select(
-        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Selection:
-        scores, budgets = self.streaming.select(layer, heads, q, k, v, lengths, backend)
+    def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
+        scores, budgets = self.streaming.select(layer, heads, q, k, v, lengths)
         ranked = jnp.arange(budgets.shape[-1]) < self.num_ranked_blocks(lengths)[:, None, None]
         everything = jnp.where(ranked, jnp.int32(self.block_size), 0)
         return Selection(scores, jnp.where(self._retrieves(layer, heads), everything, budgets))

@@ -27,7 +27,7 @@ class H2OCache(PromptCompression):
         check_flag("average", self.average)
 
     def scores(self, x: Inputs) -> Scores:
-        near, far = column_mass(x.q, x.k, x.lengths, block_size=self.block_size, window=self.window, backend=x.backend)
+        near, far = column_mass(x.q, x.k, x.lengths, block_size=self.block_size, window=self.window)
         seen_by = jnp.maximum(x.lengths[:, None, None] - jnp.arange(x.k.shape[1]), 1)
         return (near + far) / seen_by if self.average else near + far
 

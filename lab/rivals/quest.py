@@ -20,7 +20,6 @@ from tca_jax.errors import check_geometry, check_integer, require
 from tca_jax.lab.rivals.compression import GrowingCache, rival
 from tca_jax.methods.base import Heads, Layer
 from tca_jax.methods.regions import Selection
-from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import CODES, Pages, decode
 
 #: The least and the greatest entry of each page's keys, `[R, Hkv, C, d]`.
@@ -46,9 +45,7 @@ class QuestCache(GrowingCache):
         """Pages beside the window that a step attends to."""
         return (self.budget - self.window) // self.block_size
 
-    def select(
-        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Selection:
+    def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         ranked = jnp.arange(tokens // self.block_size) < self.num_ranked_blocks(lengths)[:, None, None]
         budgets = jnp.broadcast_to(jnp.where(ranked, self.block_size, 0), (batch, kv_heads, ranked.shape[-1]))

@@ -14,7 +14,6 @@ from tca_jax.lab.rivals.compression import rival
 from tca_jax.methods.base import CachePolicy, Heads, Layer
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
-from tca_jax.pallas_kernels.backends import Backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +43,7 @@ class RandomCache(CachePolicy):
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return self.budget * self.num_leaving_blocks(prompt_tokens, new_tokens)
 
-    def select(
-        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Selection:
+    def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         blocks = jnp.arange(tokens // self.block_size)
         scores = self._draw(layer, heads, blocks).reshape(kv_heads, -1)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels.backends import Backend, dispatch
+from tca_jax.pallas_kernels.backends import Backend, can_run, dispatch
 from tca_jax.pallas_kernels.checks import check_shapes
+from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.numerics import round_up
+from tca_jax.pallas_kernels.prefill_attention import prefill_attention
+
+_BLOCK = 128  # tile of the prefill kernels; exact attention has no blocks of its own
 
 
 def causal_attention(
@@ -23,11 +29,23 @@ def causal_attention(
         k: Keys [B, L, Hkv, d]; what lies past a row's length is finite, and does not matter.
         v: Values [B, L, Hkv, d].
         lengths: Prompt lengths [B]; may be traced.
-        backend: See `backends.Backend`.
+        backend: See `backends.Backend`; "auto" tries cuDNN, then the backends of `prefill_attention`.
 
     Returns:
         [B, L, Hq, d] in the type of `q`; rows past a length are zero.
     """
     tokens = "B L Hkv d"
     check_shapes({"q": (q, "B L Hq d"), "k": (k, tokens), "v": (v, tokens), "lengths": (lengths, "B")})
-    return dispatch("causal_attention", backend)(q, k, v, lengths)
+    first = backend if isinstance(backend, str) else backend[0]
+    if first == "cudnn" or (first == "auto" and can_run("cudnn")):
+        try:
+            return dispatch("causal_attention", "cudnn")(q, k, v, lengths)
+        except NotImplementedError:
+            if first != "auto":
+                raise
+    # The window holds the prompt: nothing is left of it, and the pool is empty.
+    batch, length, kv_heads, head_dim = k.shape
+    nothing, zeros = jnp.zeros((_BLOCK, head_dim), k.dtype), jnp.zeros((batch, kv_heads), jnp.int32)
+    budgets = jnp.zeros((batch, kv_heads, length // _BLOCK), jnp.int32)
+    sizes = {"block_size": _BLOCK, "window": round_up(length, _BLOCK)}
+    return prefill_attention(q, k, v, Pool(nothing, nothing, zeros, zeros), budgets, lengths, **sizes, backend=backend)

@@ -419,7 +419,7 @@ def attend_selected(
     policy, kept, readable = method.cache, None, None
     if layout is not None and layout.has_ranked_blocks:
         queries = last_queries(q, lengths, policy.num_queries)
-        selection = policy.select(layer, heads, queries, k, v, lengths, backend)
+        selection = policy.select(layer, heads, queries, k, v, lengths)
         with jax.named_scope("select"):
             kept = layout.regions(layer if isinstance(layer, int) else None).fill(
                 selection, k, v, block_size=layout.block_size, backend=backend
@@ -451,7 +451,7 @@ def _attend_scored(
         stays, raised, ranks = policy.stays(settings, scores) & (jnp.arange(length) < edge), None, scores
         if policy.reserve:
             with jax.named_scope("reserve"):
-                reserved = policy.reserved(last_queries(q, lengths, policy.num_queries), k, lengths, backend)
+                reserved = policy.reserved(last_queries(q, lengths, policy.num_queries), k, lengths)
             stays, ranks = stays | reserved, jnp.where(reserved, jnp.inf, scores)
         if kept_so_far is not None:  # begun pages come besides
             own = jnp.clip(edge[:, 0, 0], 0, policy.reserve) * heads  # the reserve of a layer

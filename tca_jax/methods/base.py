@@ -181,7 +181,6 @@ class CachePolicy(abc.ABC):
         k: Float[Array, "B L Hkv d"],
         v: Float[Array, "B L Hkv d"],
         lengths: Int[Array, " B"],
-        backend: Backend,
     ) -> Selection:
         """Scores a prompt's tokens and gives its ranked blocks their budgets. Called if there can be ranked blocks.
 
@@ -191,7 +190,6 @@ class CachePolicy(abc.ABC):
             q: The last `num_queries` prompt queries after RoPE, `q[:, -1]` the last; all L of them for None.
             k: Keys after RoPE, right-padded; `v` the values.
             lengths: Prompt lengths `[B]`, traced.
-            backend: Kernel backend, to be handed on.
         """
 
     def evict(
@@ -363,7 +361,7 @@ class ScoredCache(CachePolicy):
 
     @abc.abstractmethod
     def reserved(
-        self, q_last: Float[Array, "B o Hq d"], k: Float[Array, "B L H d"], lengths: Int[Array, " B"], backend: Backend
+        self, q_last: Float[Array, "B o Hq d"], k: Float[Array, "B L H d"], lengths: Int[Array, " B"]
     ) -> Bool[Array, "B H L"]:
         """The `reserve` tokens of each head, by the last `num_queries` prompt queries."""
 

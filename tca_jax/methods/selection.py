@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from tca_jax.methods.candidates import budget_count_table
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.regions import Selection
-from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.token_scores import TokenScores, token_scores
@@ -41,20 +40,17 @@ def score_prompt(
     k: Float[Array, "B L Hkv d"],
     lengths: Int[Array, " B"],
     config: TCAConfig,
-    backend: Backend = "auto",
 ) -> PromptScores:
     """Scores every token of a prompt by its last query, and chooses the reserve by the last `config.observation`."""
     b = config.block_size
     with jax.named_scope("token_scores"):
-        scored = token_scores(q_last[:, -1], k, lengths, block_size=b, backend=backend)
+        scored = token_scores(q_last[:, -1], k, lengths, block_size=b)
     if not (config.reserve_tokens and config.num_ranked_blocks(k.shape[1])):
         return PromptScores(scored, None)
     with jax.named_scope("reserve"):
-        observed = observation_scores(
-            q_last[:, -config.observation :], k, lengths, spread=config.spread, backend=backend
-        )
+        observed = observation_scores(q_last[:, -config.observation :], k, lengths, spread=config.spread)
         ranked_tokens = config.num_ranked_blocks(lengths) * b
-        reserved = reserve_tokens(observed, ranked_tokens, reserve=config.reserve_tokens, backend=backend)
+        reserved = reserve_tokens(observed, ranked_tokens, reserve=config.reserve_tokens)
     return PromptScores(scored, reserved)
 
 
@@ -114,12 +110,10 @@ def select_by_candidates(
     candidates: Int[Array, " Hkv"],
     lengths: Int[Array, " B"],
     config: TCAConfig,
-    backend: Backend = "auto",
-    *,
     heads: Int[Array, " Hkv"] | None = None,
 ) -> Selection:
     """Scores a prompt's tokens once and distributes each head's budgets over its blocks."""
-    scores = score_prompt(q_last, k, lengths, config, backend)
+    scores = score_prompt(q_last, k, lengths, config)
     with jax.named_scope("select"):
         return Selection(scores.ranking, row_budgets(scores, candidates, lengths, config, heads))
 

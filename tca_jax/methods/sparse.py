@@ -74,5 +74,5 @@ class SparsePrefill(PrefillPolicy):
         policy = self.selector
         with jax.named_scope("select"):
             queries = last_queries(q, lengths, policy.num_queries)
-            selection = policy.select(layer, heads, queries, k, v, lengths, backend)
+            selection = policy.select(layer, heads, queries, k, v, lengths)
         return compact(policy, layer, heads, selection, k, v, backend)

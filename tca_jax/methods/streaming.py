@@ -15,7 +15,6 @@ from tca_jax.errors import check_geometry, check_integer
 from tca_jax.methods.base import CachePolicy, Heads, Layer, Method
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
-from tca_jax.pallas_kernels.backends import Backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +38,7 @@ class StreamingCache(CachePolicy):
         # Shorter prompts have all their sinks in the window still.
         return min(self.sinks, self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size)
 
-    def select(
-        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Selection:
+    def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         blocks = jnp.arange(tokens // self.block_size)
         budgets = jnp.where(blocks < self.num_ranked_blocks(lengths)[:, None], self._budgets(blocks), 0)

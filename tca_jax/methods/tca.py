@@ -17,7 +17,6 @@ from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.selection import select_by_candidates
 from tca_jax.methods.sparse import SparsePrefill
-from tca_jax.pallas_kernels.backends import Backend
 
 #: A row of `candidate_budgets` for each KV head, `[layers][H_kv]`, or one for all of them.
 Rows = tuple[tuple[int, ...], ...] | int
@@ -55,12 +54,10 @@ class TCACache(CachePolicy):
         kept_of_block = eviction_budgets(self.config)[self.rows(layer, self.num_heads(layer))]
         return self._per_head(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens))
 
-    def select(
-        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Selection:
+    def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
         rows = heads.of(self.rows(layer, heads.of_model))
         numbers = jnp.asarray(heads.numbers)
-        return select_by_candidates(q, k, jnp.asarray(rows), lengths, self.config, backend, heads=numbers)
+        return select_by_candidates(q, k, jnp.asarray(rows), lengths, self.config, numbers)
 
     def evict(
         self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]

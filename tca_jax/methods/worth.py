@@ -88,10 +88,10 @@ class WorthCache(ScoredCache):
     def stays(self, settings: WorthSettings, scores: Float32[Array, "*t H n"]) -> Bool[Array, "*t H n"]:
         return scores >= settings.theta
 
-    def reserved(self, q_last: Array, k: Array, lengths: Array, backend: Backend) -> Bool[Array, "B H L"]:
-        scores = observation_scores(q_last, k, lengths, spread=SPREAD, backend=backend)
+    def reserved(self, q_last: Array, k: Array, lengths: Array) -> Bool[Array, "B H L"]:
+        scores = observation_scores(q_last, k, lengths, spread=SPREAD)
         ranked = self.num_ranked_blocks(lengths) * self.block_size
-        return reserve_tokens(scores, ranked, reserve=self.reserve, backend=backend)
+        return reserve_tokens(scores, ranked, reserve=self.reserve)
 
     def block_means(self, k: Array, v: Array, scores: Array, members: Array) -> BlockMeans:
         return BlockMeans(*block_means(k, v, scores, members, self.block_size))

@@ -8,7 +8,7 @@ import tca_jax
 from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
 from tca_jax.calibration.worth_profile import WorthProfile
 from tca_jax.engine.score import score_answers
-from tca_jax.lab.by_layers import read_by, read_full
+from tca_jax.lab.plots import kept_tokens
 from tca_jax.methods.worth import BLOCK, RESERVE
 
 OPTIONS = {"max_new_tokens": 200, "stop_token_ids": (), "logprobs": True}
@@ -60,9 +60,7 @@ def test_each_head_keeps_a_reserve(profile):
     kept = np.asarray(tca_jax.prefill(lm, prompt).rows.kept)
     assert (kept >= RESERVE).all()
     ranked = lm.method.cache.num_ranked_blocks(len(prompt)) * BLOCK
-    masks = read_by(lm, read_full(lm, prompt)).biases  # by the same definitions, over full keys
-    held = [(np.asarray(bias)[0, :, :ranked] == 0).sum(axis=-1) for bias in masks]
-    np.testing.assert_array_equal(kept[:, 0], held)
+    np.testing.assert_array_equal(kept[:, 0], kept_tokens(lm, prompt)[..., :ranked].sum(axis=-1))
 
 
 def test_a_full_row_keeps_the_highest(profile):

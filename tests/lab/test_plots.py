@@ -9,7 +9,9 @@ import commands
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from tiny import random_prompt, tiny_lm
 
+import tca_jax
 from tca_jax.lab import plots
 from tca_jax.lab.benchmarks.models import CONFIGS
 from tca_jax.lab.plots import results, selected
@@ -55,6 +57,26 @@ def test_selected_shades_heads_and_outlines_a_span():
     assert "(4 of 4 heads)" in page.get_title()  # the dense head alone keeps the span
     outlined = [patch for patch in page.patches if not patch.get_fill()]
     assert sum(patch.get_width() for patch in outlined) == 9
+
+
+CONFIG = tca_jax.TCAConfig(window=32, block_size=16, reserve=5, observation=8, spread=2)
+SNAPKV = {"window": 32, "block_size": 16, "share": 0.3, "observation": 8}
+KVZIP = {"window": 32, "block_size": 16, "share": 0.3, "chunk": 90}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("snapkv", SNAPKV),
+        ("tca", {"candidates": [[2, 9], [CONFIG.num_candidates, 0]], "config": CONFIG}),
+        pytest.param("kvzip", KVZIP, marks=pytest.mark.integration),
+    ],
+)
+def test_kept_tokens_are_as_many_as_the_engines(name, options):
+    lm, prompt = tiny_lm().with_method(name, **options), random_prompt(0, 227)  # 12 ranked blocks
+    held = tca_jax.prefill(lm, prompt).stats.kept_share
+    assert plots.kept_tokens(lm, prompt).mean() == pytest.approx(held, abs=1e-6)
+    assert held < 0.7
 
 
 def test_the_line_with_words():

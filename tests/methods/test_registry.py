@@ -40,7 +40,7 @@ def test_models_give_their_rotation_to_methods():
     lm = tiny_lm()
     bare = methods.get("expected-attention")
     with pytest.raises(ValueError, match=r"frequencies = None: must be the model's; lm.with_method puts them in"):
-        bare.cache.select(0, Heads.all(2), *[jnp.zeros((1, 256, 2, 16))] * 3, jnp.array([256]), "xla")
+        bare.cache.select(0, Heads.all(2), *[jnp.zeros((1, 256, 2, 16))] * 3, jnp.array([256]))
     given = lm.with_method(bare).method.cache.frequencies
     np.testing.assert_allclose(given, 10_000.0 ** -(np.arange(8) / 8), rtol=1e-6)
     sparse = methods.Method("sparse", methods.SparsePrefill(bare.cache), methods.get("full").cache)

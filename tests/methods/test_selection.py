@@ -162,9 +162,8 @@ DENSE = CONFIG.num_candidates
 def masks(method, q, k, lengths, config):
     """What the cache keeps, bool [B, Hkv, L]."""
     queries = jnp.asarray(observed_queries(q, lengths, config.num_queries))
-    selection = method.cache.select(
-        0, Heads.all(k.shape[2]), queries, jnp.asarray(k), jnp.asarray(k), jnp.asarray(lengths), "xla"
-    )
+    k = jnp.asarray(k)
+    selection = method.cache.select(0, Heads.all(k.shape[2]), queries, k, k, jnp.asarray(lengths))
     return np.asarray(selection_mask(selection.scores, selection.budgets, block_size=config.block_size))
 
 

@@ -7,7 +7,7 @@ import pytest
 from cases import poison, qkv, regions
 
 from tca_jax.methods.config import TCAConfig
-from tca_jax.pallas_kernels.column_mass import xla as column_mass_xla
+from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.tiles import Tiles
 
 LENGTHS = np.array([75, 40, 1], np.int32)
@@ -21,7 +21,7 @@ ARRAYS = qkv(0, 3, 75, 6, 2, 16)
 )
 def test_equals_the_oracle(window, tiles):
     q, k = (jnp.asarray(poison(x, LENGTHS)) for x in ARRAYS[:2])
-    parts = column_mass_xla.column_mass(q, k, jnp.asarray(LENGTHS), block_size=8, window=window, tiles=tiles)
+    parts = column_mass(q, k, jnp.asarray(LENGTHS), block_size=8, window=window, tiles=tiles)
     config = TCAConfig(block_size=8, window=window)
     for row, head, qs, ks, _ in regions(*ARRAYS, LENGTHS):
         for part, expected in zip(parts, oracle.column_mass(qs, ks, config), strict=True):

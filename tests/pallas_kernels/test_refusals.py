@@ -11,6 +11,8 @@ from implementations import implementation
 from operations import call
 
 from tca_jax.pallas_kernels.checks import as_int32, check_blocks, check_heads, check_range
+from tca_jax.pallas_kernels.observation_scores import observation_scores
+from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 
 SMALL = {"L": 20, "Hq": 2, "Hkv": 1, "d": 16, "block_size": 16, "window": 32, "stride": 8}
 PAGED = {"B": 4, "b": 16, "T": 6, "kept_columns": 3, "P": 40, "window": 32}
@@ -22,15 +24,6 @@ REFUSED = {
         ({"block_size": 0}, "block_size = 0: must be an integer of at least 1"),
         *(({"stride": n}, f"stride = {n}: must divide block_size = 16") for n in (0, 3, 32)),
         ({"backend": "cudnn"}, "backend = 'cudnn'"),
-    ],
-    "observation_scores": [
-        ({"o": 0}, r"q_last has shape \(1, 0, 2, 16\): must hold at least one query"),
-        ({"spread": 0}, "spread = 0: must be an integer of at least 1"),
-        *(({"decay": n}, rf"decay = {n}: must lie in \(0, 1\]") for n in (0.0, 1.1)),
-    ],
-    "reserve_tokens": [
-        ({"shapes": {"ranked_tokens": (2,)}}, r"ranked_tokens has shape \(2,\): must be \[B = 1\]"),
-        ({"reserve": -1}, "reserve = -1: must be an integer of at least 0"),
     ],
     "select_tokens": [({"nb": 3}, r"budgets has 3 blocks: must be L // block_size = 20 // 16 = 1")],
     "prefill_attention": [
@@ -77,11 +70,39 @@ def cases(table):
 @pytest.mark.parametrize(("operation", "change", "message"), cases(REFUSED))
 def test_misfit_is_refused_by_name(operation, change, message):
     public = getattr(importlib.import_module(f"tca_jax.pallas_kernels.{operation}"), operation)
-    options = {name: change[name] for name in ("decay", "backend") if name in change}
+    options = {name: change[name] for name in ("backend",) if name in change}
     sizes = SMALL | {name: value for name, value in change.items() if name not in options}
     function, arguments = call(operation, **sizes, function=unchecked(public))
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda x: function(**x, **options), arguments)
+
+
+def test_scores_refuse_misfits_by_name():
+    observed, keys, lengths, scores = (
+        jnp.ones((1, 3, 2, 16)),
+        jnp.ones((1, 20, 1, 16)),
+        jnp.array([20]),
+        jnp.ones((1, 1, 20)),
+    )
+    for function, given, options, message in (
+        (observation_scores, (observed[:, :0], keys, lengths), {"spread": 4}, "must hold at least one query"),
+        (observation_scores, (observed, keys, lengths), {"spread": 0}, "spread = 0: must be an integer of at least 1"),
+        (
+            observation_scores,
+            (observed, keys, lengths),
+            {"spread": 4, "decay": 1.1},
+            r"decay = 1.1: must lie in \(0, 1\]",
+        ),
+        (
+            reserve_tokens,
+            (scores, jnp.array([7, 7])),
+            {"reserve": 1},
+            r"ranked_tokens has shape \(2,\): must be \[B = 1\]",
+        ),
+        (reserve_tokens, (scores, lengths), {"reserve": -1}, "reserve = -1: must be an integer of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            unchecked(function)(*given, **options)
 
 
 @pytest.mark.parametrize(("operation", "change", "message"), cases(DECLINED))

@@ -1,4 +1,4 @@
-"""Token scores, observation scores and block mass against float64 on every backend: groups, types, odd lengths."""
+"""Token scores, observation scores, and block mass on every backend, against float64: groups, types, odd lengths."""
 
 from functools import partial
 
@@ -12,6 +12,8 @@ from implementations import implementation, on_every_backend
 
 from tca_jax.pallas_kernels.block_mass import triton
 from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
+from tca_jax.pallas_kernels.observation_scores import observation_scores
+from tca_jax.pallas_kernels.token_scores import token_scores
 
 
 def operands(lengths, tokens, heads, kv_heads, head_dim, dtype=jnp.float32, *, queries=None, scale=None):
@@ -39,9 +41,19 @@ def regions(q, k, lengths):
 # --- token scores ---------------------------------------------------------------------------------
 
 
-def check_tokens(function, sizes, block_size):
+@pytest.mark.parametrize(
+    ("sizes", "block_size"),
+    [
+        pytest.param(((75, 1, 40), 75, 6, 2, 16), 8, id="ragged, a tail past the blocks"),
+        pytest.param(((64, 33), 64, 7, 1, 64, jnp.bfloat16), 16, id="group of 7"),
+        pytest.param(((50,), 64, 4, 4, 128, jnp.float16), 32, id="padded"),
+        pytest.param(((5,), 5, 4, 1, 16), 8, id="shorter than a block"),
+        pytest.param(((33,), 48, 20, 1, 16), 1, id="blocks of one token"),
+    ],
+)
+def test_token_scores_equal_the_oracle(sizes, block_size):
     q, k, lengths = operands(*sizes, queries=1)
-    scores, mass, hhi = function(q[:, 0], k, lengths, block_size=block_size)
+    scores, mass, hhi = token_scores(q[:, 0], k, lengths, block_size=block_size)
     blocks = k.shape[1] // block_size
     assert mass.shape == hhi.shape == (len(k), k.shape[2], blocks)
     for row, head, queries, keys in regions(q, k, lengths):
@@ -55,27 +67,10 @@ def check_tokens(function, sizes, block_size):
         np.testing.assert_allclose(hhi[row, head], shares, rtol=1e-4)
 
 
-@on_every_backend("token_scores")
-@pytest.mark.parametrize(
-    ("sizes", "block_size"),
-    [
-        pytest.param(((75, 1, 40), 75, 6, 2, 16), 8, id="ragged, a tail past the blocks"),
-        pytest.param(((64, 33), 64, 7, 1, 64, jnp.bfloat16), 16, id="group of 7"),
-        pytest.param(((50,), 64, 4, 4, 128, jnp.float16), 32, id="padded"),
-        pytest.param(((5,), 5, 4, 1, 16), 8, id="shorter than a block"),
-        pytest.param(((33,), 48, 20, 1, 16), 1, id="blocks of one token"),
-    ],
-)
-def test_token_scores_equal_the_oracle(sizes, block_size, backend):
-    check_tokens(implementation("token_scores", backend), sizes, block_size)
-
-
-@on_every_backend("token_scores")
-def test_hhi_survives_scores_whose_squares_underflow(backend):
+def test_hhi_survives_scores_whose_squares_underflow():
     k = np.zeros((2, 16, 1, 16), np.float32)
     k[0, 8:] = 60 / 4  # the first block's scores are exp(-60): their squares are not float32
-    score = implementation("token_scores", backend)
-    _, mass, hhi = score(jnp.ones((2, 1, 16)), jnp.asarray(k), jnp.array([16, 0]), block_size=8)
+    _, mass, hhi = token_scores(jnp.ones((2, 1, 16)), jnp.asarray(k), jnp.array([16, 0]), block_size=8)
     np.testing.assert_allclose(mass[0, 0, 0], np.exp(-60), rtol=1e-4)
     np.testing.assert_allclose(hhi[:, 0], np.full((2, 2), 1 / 8), rtol=1e-5)
     assert not np.any(mass[1])  # a row without tokens
@@ -86,15 +81,14 @@ def test_hhi_survives_scores_whose_squares_underflow(backend):
 OBSERVED, SPREAD = 20, 4
 
 
-def check_observed(function, sizes, *, queries=OBSERVED, spread=SPREAD, rtol=5e-5, scale=None):
+def check_observed(sizes, *, queries=OBSERVED, spread=SPREAD, rtol=5e-5, scale=None):
     q, k, lengths = operands(*sizes, queries=queries, scale=scale)
     expected = np.zeros((len(k), k.shape[2], k.shape[1]))
     for row, head, own, keys in regions(q, k, lengths):
         expected[row, head, : len(keys)] = oracle.observation_scores(own, keys, spread)
-    np.testing.assert_allclose(function(q, k, lengths, spread=spread), expected, rtol=rtol, atol=1e-9)
+    np.testing.assert_allclose(observation_scores(q, k, lengths, spread=spread), expected, rtol=rtol, atol=1e-9)
 
 
-@on_every_backend("observation_scores")
 @pytest.mark.parametrize(
     ("sizes", "queries", "spread"),
     [
@@ -107,19 +101,16 @@ def check_observed(function, sizes, *, queries=OBSERVED, spread=SPREAD, rtol=5e-
         (((30, 11), 30, 2, 1, 16), OBSERVED, 1000),
     ],
 )
-def test_observation_scores_equal_the_oracle(sizes, queries, spread, backend):
-    function = implementation("observation_scores", backend)
-    check_observed(function, sizes, queries=queries, spread=spread)
+def test_observation_scores_equal_the_oracle(sizes, queries, spread):
+    check_observed(sizes, queries=queries, spread=spread)
     if len(sizes) == 5:  # scores past the range of exp, in float32
-        check_observed(function, sizes, queries=queries, spread=spread, rtol=2e-3, scale=25.0)
+        check_observed(sizes, queries=queries, spread=spread, rtol=2e-3, scale=25.0)
 
 
-@on_every_backend("observation_scores")
-def test_score_reaches_the_tokens_that_follow(backend):
+def test_score_reaches_the_tokens_that_follow():
     k = np.zeros((1, 48, 1, 16), np.float32)
     k[0, 21] = 8
-    score = implementation("observation_scores", backend)
-    scores = score(jnp.ones((1, 3, 1, 16)), jnp.asarray(k), jnp.array([40]), spread=5, decay=0.5)[0, 0]
+    scores = observation_scores(jnp.ones((1, 3, 1, 16)), jnp.asarray(k), jnp.array([40]), spread=5, decay=0.5)[0, 0]
     np.testing.assert_allclose(scores[21:26], 0.5 ** np.arange(5), rtol=1e-5)
     assert max(float(scores[:21].max()), float(scores[26:].max())) < 1e-10
     assert not np.any(scores[40:])

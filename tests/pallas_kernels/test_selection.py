@@ -1,4 +1,4 @@
-"""The reserve and token selection on every backend: exactly the oracle's tokens, and where they land in the pool."""
+"""The reserve, and token selection on every backend: exactly the oracle's tokens, and where they land in the pool."""
 
 from functools import partial
 
@@ -9,6 +9,7 @@ import pytest
 from cases import qkv
 from implementations import implementation, on_every_backend
 
+from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.select_tokens.triton import SelectConfig
 from tca_jax.pallas_kernels.select_tokens.xla import source_rows
 
@@ -34,24 +35,19 @@ def draw_scores(kind):
     return np.where(np.arange(TOKENS) < RANKED[:, None, None], drawn, np.nan)
 
 
-def check_reserve(function, scores, ranked, reserve):
-    marked = function(jnp.asarray(scores), jnp.asarray(ranked), reserve=reserve)
+@pytest.mark.parametrize("reserve", [0, 1, 100, 10**6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reserve_equals_the_oracle(kind, reserve):
+    scores = draw_scores(kind)
+    marked = reserve_tokens(jnp.asarray(scores), jnp.asarray(RANKED), reserve=reserve)
     for row, head in np.ndindex(*scores.shape[:2]):
-        expected = oracle.reserve_tokens(scores[row, head].astype(np.float64), ranked[row], reserve)
+        expected = oracle.reserve_tokens(scores[row, head].astype(np.float64), RANKED[row], reserve)
         np.testing.assert_array_equal(marked[row, head], expected)
 
 
-@on_every_backend("reserve_tokens")
-@pytest.mark.parametrize("reserve", [0, 1, 100, 10**6])
-@pytest.mark.parametrize("kind", KINDS)
-def test_reserve_equals_the_oracle(kind, reserve, backend):
-    check_reserve(implementation("reserve_tokens", backend), draw_scores(kind), RANKED, reserve)
-
-
-@on_every_backend("reserve_tokens")
-def test_ranked_tokens_past_the_array_or_negative(backend):
+def test_ranked_tokens_past_the_array_or_negative():
     ranked = np.array([TOKENS + 50, -3])
-    marked = implementation("reserve_tokens", backend)(jnp.ones((2, 1, TOKENS)), jnp.array(ranked), reserve=7)
+    marked = reserve_tokens(jnp.ones((2, 1, TOKENS)), jnp.array(ranked), reserve=7)
     np.testing.assert_array_equal(marked[:, 0], (np.arange(TOKENS) < 7) & (ranked[:, None] > 0))
 
 

@@ -37,8 +37,8 @@ class Case:
         block, d = (128, 64) if self.is_native else (16, 16)
         capacity = 3 * block
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
-        options |= {"spread": 3, "reserve": 5, "m": 5, "stride": 4, "b": block, "T": 6}
-        dims = {"B": 2, "R": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "N": 3, "P": 4 * capacity, "o": 20}
+        options |= {"m": 5, "stride": 4, "b": block, "T": 6}
+        dims = {"B": 2, "R": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "N": 3, "P": 4 * capacity}
         return options | dims
 
     @property
@@ -69,7 +69,6 @@ class Case:
         first = rng.integers(0, 6, batch) * block + rng.integers(0, block - 4, batch)
         integers = {
             "lengths": rng.integers(1, sizes["L"] + 1, batch),
-            "ranked_tokens": rng.integers(0, sizes["L"] + 1, batch),
             "budgets": rng.integers(0, block + 1, (*table, sizes["nb"])),
             "offsets": offsets,
             "pool.offsets": offsets,

@@ -13,10 +13,9 @@ from word_pieces import write_with_bytes
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.errors import UserError
-from tca_jax.lab.by_layers import Answers
 from tca_jax.lab.equal_bytes import held_share
 from tca_jax.lab.evaluation import late_documents, late_facts, reading_loss, sticks, texts
-from tca_jax.lab.evaluation.late_documents import LateDocument, late_document, repeating_document
+from tca_jax.lab.evaluation.late_documents import late_document, repeating_document
 from tca_jax.lab.recall.facts import NOUNS
 
 TOKENS, FREE_END = 1_200, 200
@@ -79,15 +78,15 @@ def digest(ids, *arrays):
 
 def test_late_documents_hide_what_is_asked(lm, folder):
     document = late_document(lm, 3, TOKENS, folder=folder)
-    assert digest(document.ids, document.rows, document.counted) == "877e87d3d433"
-    assert document.kinds == ("fact",) * 12 + ("copy",) * 4 + ("next",)
+    answered = [np.asarray([*each.question, *each.answer], np.int32) for each in document.asked]
+    assert digest(document.ids, *answered) == "0acab4b6a1eb"
+    assert [each.kind for each in document.asked] == ["fact"] * 12 + ["copy"] * 4 + ["next"]
     opening, _ = late_documents.chat_frame(lm)
     assert lm.tokenizer.decode(opening) == "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n"
     assert document.ids[: len(opening)] == opening
     text, end = lm.tokenizer.decode(document.ids), lm.tokenizer.decode(document.ids[-FREE_END:])
-    for row, counted in zip(document.rows[:12], document.counted[:12], strict=True):  # facts
-        places = np.flatnonzero(counted) + 1
-        question, answer = lm.tokenizer.decode(row[: places[0]]), lm.tokenizer.decode(row[places])
+    for _, *asked in document.asked[:12]:
+        question, answer = map(lm.tokenizer.decode, asked)
         line = f"{question.split('<|end_header_id|>')[1].strip()}{answer}."
         assert text.count(f"\n{line}\n") == 1
         assert line not in end
@@ -149,17 +148,9 @@ def test_intervals_resample_documents():
 
 
 def test_facts_are_unknown_lost_or_right():
-    counted = np.tile(np.float32([0, 1, 1, 0]), (4, 1))
-    document = LateDocument([1], np.zeros((4, 4), np.int32), counted, ("fact", "fact", "copy", "next"))
-
-    def answers(right, loss):
-        """Whose first counted tokens are right, and by row the second."""
-        return Answers(np.full((4, 4), loss, np.float32), np.array([[False, True, second, False] for second in right]))
-
-    known = answers([True, False, True, True], 1.0)
-    found = late_facts.compared(answers([False, True, False, True], 1.5), known, document)
-    assert found == {"facts": [1, 0], "copied": 1, "copied_by_full": 2, "next": 1.5, "next_by_full": 1.0}
-    assert late_facts.compared(known, known, document)["facts"] == [2, 0]
+    known = late_facts.Answers([True, True, False], [True, True], 1.0)
+    found = late_facts.compared(late_facts.Answers([False, True, True], [False, True], 1.5), known)
+    assert found == {"facts": [1, 2, 0], "copied": 1, "copied_by_full": 2, "next": 1.5, "next_by_full": 1.0}
 
 
 # --- complete runs ---

@@ -67,7 +67,7 @@ def kept_by(policy, q, k, v, lengths):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _select(policy, *operands):
-    selection = policy.select(1, Heads.all(operands[1].shape[2]), *operands, "xla")
+    selection = policy.select(1, Heads.all(operands[1].shape[2]), *operands)
     return selection.scores, selection_mask(selection.scores, selection.budgets, block_size=policy.block_size)
 
 

@@ -1,4 +1,7 @@
-"""Column mass in plain JAX: the oracle of the operation; two passes over the causal triangle, O(L) memory."""
+"""Column mass: how much attention every token gets from nearby queries and from far ones (calibration).
+
+Two passes over the causal triangle, in O(L) memory.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,40 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
 from tca_jax.pallas_kernels.kernel_math import divide_up
-from tca_jax.pallas_kernels.numerics import MASKED, round_up, scaled_scores, varying_like
+from tca_jax.pallas_kernels.numerics import round_up, scaled_scores, varying_like
+from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, attend_span
 from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, tile_map
 
 
 @partial(jax.jit, static_argnames=("block_size", "window", "tiles"))
 @jax.named_scope("column_mass")
 def column_mass(
-    q: Array, k: Array, lengths: Array, *, block_size: int, window: int, tiles: Tiles | None = None
-) -> tuple[Array, Array]:
-    """Row log-sum-exp, then every key tile over the queries that see it; see `column_mass.column_mass`."""
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    lengths: Int[Array, " B"],
+    *,
+    block_size: int,
+    window: int,
+    tiles: Tiles | None = None,
+) -> tuple[Float32[Array, "B Hkv L"], Float32[Array, "B Hkv L"]]:
+    """Column sums of the causal softmax(Q K^T / sqrt(d)), averaged over each group (Algorithm 1).
+
+    Args:
+        q: Queries [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
+        k: Keys [B, L, Hkv, d]; what lies past a row's length does not matter.
+        lengths: Lengths [B]; may be traced.
+        block_size: Tokens in a block, b.
+        window: Least number of local tokens, w; a multiple of b.
+        tiles: Tile sizes; None for those of the device.
+
+    Returns:
+        (near, far), each [B, Hkv, L]: the column's sum over the queries that hold the token in their local
+        range, and over those whose range, from max(0, (i // b) b - w) on, lies right of it. 0 past a length.
+    """
+    check_blocks(block_size, window=window)
+    check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     batch, length, q_heads, _ = q.shape
     kv_heads = k.shape[2]
     group = q_heads // kv_heads
@@ -75,26 +101,17 @@ def row_log_sum_exp(
     tiles = tiles or default_tiles(block_size, length)
     padded_q, padded_k = round_up(length, tiles.queries), round_up(length, tiles.keys)
     queries, keys = heads_first(q, kv_heads, padded_q), heads_first(k, kv_heads, padded_k)
+    keys = KeyValues(keys, jnp.zeros((len(keys), 1), keys.dtype))  # only the softmax counts
     num_tiles, size = padded_q // tiles.queries, tiles.queries * group
 
     def one_tile(index: Array) -> Array:
         region, number = jnp.divmod(index, num_tiles)
         rows = jax.lax.dynamic_slice_in_dim(queries, index * size, size)
-        position = jnp.repeat(number * tiles.queries + jnp.arange(tiles.queries), group)[:, None]
-
-        def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-            tile = jax.lax.dynamic_slice_in_dim(keys, region * padded_k + i * tiles.keys, tiles.keys)
-            seen = i * tiles.keys + jnp.arange(tiles.keys) <= position
-            scores = jnp.where(seen, scaled_scores("rd,kd->rk", rows, tile), MASKED)
-            peak = jnp.maximum(state[0], scores.max(axis=-1))
-            weight = jnp.where(seen, jnp.exp(scores - peak[:, None]), 0).sum(axis=-1)
-            return peak, state[1] * jnp.exp(state[0] - peak) + weight
-
+        position = jnp.repeat(number * tiles.queries + jnp.arange(tiles.queries), group)
         end = jnp.minimum((number + 1) * tiles.queries, lengths[region // kv_heads])
-        trips = jnp.where(number * tiles.queries < end, divide_up(end, tiles.keys), 0)
-        empty = jnp.full(size, MASKED, jnp.float32), jnp.zeros(size, jnp.float32)
-        peak, weight = jax.lax.fori_loop(0, trips, step, varying_like(empty, q, k, lengths))
-        return peak + jnp.log(weight)
+        end = jnp.where(number * tiles.queries < end, end, 0)
+        span = Span(region * padded_k, jnp.int32(0), end, jnp.zeros_like(position), position + 1)
+        return attend_span(rows, keys, span, OnlineSoftmax.empty(size, 1), tiles.keys).log_sum_exp()
 
     norms = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)
     norms = norms.reshape(batch, kv_heads, padded_q, group)[:, :, :length]

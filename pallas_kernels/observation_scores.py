@@ -5,13 +5,19 @@ docs/method.md, "Reserve".
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import check_integer, require
-from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_shapes
+from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
 
 
+@partial(jax.jit, static_argnames=("spread", "decay"))
+@jax.named_scope("observation_scores")
 def observation_scores(
     q_last: Float[Array, "B o Hq d"],
     k: Float[Array, "B L Hkv d"],
@@ -19,7 +25,6 @@ def observation_scores(
     *,
     spread: int,
     decay: float = 0.98,
-    backend: Backend = "auto",
 ) -> Float32[Array, "B Hkv L"]:
     """Scores every prompt token by the largest causal attention of the last prompt queries, spread forwards.
 
@@ -34,7 +39,6 @@ def observation_scores(
         lengths: Prompt lengths [B]; may be traced.
         spread: Tokens that a token's score reaches, itself included; at least 1.
         decay: Factor of the score from one token to the next, in (0, 1].
-        backend: See `backends.Backend`.
 
     Returns:
         s_f, float32 [B, Hkv, L]; 0 past a row's length.
@@ -43,7 +47,29 @@ def observation_scores(
     require(sizes["o"], f"q_last has shape {q_last.shape}: must hold at least one query")
     check_integer("spread", spread, at_least=1)
     require(0 < decay <= 1, f"decay = {decay}: must lie in (0, 1]")
-    scores: Float32[Array, "B Hkv L"] = dispatch("observation_scores", backend)(
-        q_last, k, lengths, spread=spread, decay=decay
-    )
+    (batch, length, kv_heads, head_dim), observed = k.shape, q_last.shape[1]
+    if length == 0:
+        return jnp.zeros((batch, kv_heads, 0), jnp.float32)
+    positions = jnp.minimum(lengths, length)[:, None] - observed + jnp.arange(observed)  # [B, o]
+    seen = (jnp.arange(length) <= positions[..., None])[:, :, None]  # [B, o, 1, L]
+    queries = jnp.where((positions >= 0)[..., None, None], q_last, 0)
+    queries = queries.reshape(batch, observed, kv_heads, -1, head_dim)
+
+    def of_head(head: tuple[Array, Array]) -> Float32[Array, "B L"]:
+        logits = jnp.where(seen, scaled_scores("bogd,bkd->bogk", *head), MASKED)
+        probabilities = jnp.exp(logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+        return jnp.where(seen, probabilities, 0).max(axis=(1, 2))
+
+    largest = jax.lax.map(of_head, (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(k, 2, 0)))
+    spread_scores = _spread(jnp.moveaxis(largest, 0, 1), min(spread, length), decay)
+    return jnp.where(jnp.arange(length) < lengths[:, None, None], spread_scores, 0)
+
+
+def _spread(scores: Float32[Array, "B Hkv L"], spread: int, decay: float) -> Float32[Array, "B Hkv L"]:
+    """Maximum over 0 <= a < spread of decay^a times the score a tokens earlier, in spans that double."""
+    reach = 1
+    while reach < spread:
+        step = min(reach, spread - reach)
+        earlier = jnp.pad(scores[..., :-step], ((0, 0), (0, 0), (step, 0)))
+        scores, reach = jnp.maximum(scores, decay**step * earlier), reach + step
     return scores

@@ -5,19 +5,20 @@ docs/method.md, "Reserve".
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int
 
 from tca_jax.errors import check_integer
-from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_shapes
 
 
+@partial(jax.jit, static_argnames=("reserve",))
+@jax.named_scope("reserve_tokens")
 def reserve_tokens(
-    scores: Float32[Array, "B Hkv L"],
-    ranked_tokens: Int[Array, " B"],
-    *,
-    reserve: int,
-    backend: Backend = "auto",
+    scores: Float32[Array, "B Hkv L"], ranked_tokens: Int[Array, " B"], *, reserve: int
 ) -> Bool[Array, "B Hkv L"]:
     """Marks the `reserve` highest scores among a row's first tokens, ties to the lower position. Exact.
 
@@ -26,12 +27,19 @@ def reserve_tokens(
             that flushes numbers under 2^-126 to 0 (XLA on a CPU does) takes them for ties with 0.
         ranked_tokens: Tokens to choose from, the first of each row [B]; may be traced.
         reserve: Tokens to mark in every head; all ranked ones where they are fewer.
-        backend: See `backends.Backend`.
 
     Returns:
         bool [B, Hkv, L].
     """
     check_shapes({"scores": (scores, "B Hkv L"), "ranked_tokens": (ranked_tokens, "B")})
     check_integer("reserve", reserve, at_least=0)
-    marks: Bool[Array, "B Hkv L"] = dispatch("reserve_tokens", backend)(scores, ranked_tokens, reserve=reserve)
-    return marks
+    length = scores.shape[-1]
+    reserve = min(reserve, length)
+    if reserve == 0:
+        return jnp.zeros(scores.shape, bool)
+    ranked = jnp.arange(length) < ranked_tokens[:, None, None]
+    scores = jnp.where(ranked, scores, -jnp.inf)
+    least = jax.lax.top_k(scores, reserve)[0][..., -1:]  # minus infinity where there are fewer
+    above, tied = scores > least, ranked & (scores == least)
+    room = reserve - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room))
