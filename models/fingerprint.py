@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,9 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import Layout, Parameter, parameters
 from tca_jax.models.rope import RopeConfig
-from tca_jax.models.sharding import (
-    HeadOrders,
-    constrained,
-    inverse_orders,
-    mesh_of,
-    reorder_heads,
-    settled,
-    within,
-)
+from tca_jax.models.sharding import HeadOrders, constrained, mesh_of, reorder_heads, settled, within
+
+_Checksum: TypeAlias = tuple[tuple[int, ...], Array]  # of a tensor: its shape `[in, out]` and its two sums
 
 #: Fields of the configs that are not hashed: RoPE has its own fields, and a checkpoint's dtype may change. All others
 #: are, in profiles that live for years: a field that is added later may count only where it is not its default.
@@ -46,38 +40,35 @@ def fingerprint(decoder: Decoder, head_orders: HeadOrders | None = None) -> str:
 
     Args:
         decoder: The model, on one device or on a mesh.
-        head_orders: The orders that its KV heads were permuted into (`permute_heads`); the fingerprint is that of the
-            model before. None for its own order.
+        head_orders: The orders that its KV heads were loaded in; the fingerprint is that of the model in its own order,
+            as with None.
 
     Returns:
         64 hexadecimal digits (SHA-256).
     """
-    checksums: dict[str, Array] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    orders = None if head_orders is None else inverse_orders(head_orders)
+    orders = None if head_orders is None else np.argsort(head_orders, axis=1).tolist()  # those that undo them
+    checksums: dict[str, _Checksum] = {}
     for parameter in parameters(decoder):
-        shapes |= parameter.shapes
-        value = parameter.variable[...]
-        value = value if orders is None else reorder_heads(value, parameter, orders, mesh_of(value))
-        checksums |= tensor_checksums(parameter, value)
-    return combine(decoder.config, shapes, checksums)
+        checksums |= tensor_checksums(parameter, reorder_heads(parameter.variable[...], parameter, orders))
+    return combine(decoder.config, checksums)
 
 
-def tensor_checksums(parameter: Parameter, value: Float[Array, ...]) -> dict[str, UInt32[Array, " 2"]]:
-    """Checksums of the tensors that a parameter is made of, by name; on a mesh each device reads its own part."""
-    mesh = mesh_of(value)
+def tensor_checksums(parameter: Parameter, value: Float[Array, ...]) -> dict[str, _Checksum]:
+    """Shape and checksum of each tensor of a parameter, by name; on a mesh each device reads its own part."""
+    layout, mesh = parameter.layout, mesh_of(value)
     with within(mesh):  # a user may have split it otherwise
-        checksums = _checksums(settled(value, parameter, mesh), layout=parameter.layout, mesh=mesh)
-    return dict(zip(parameter.names, checksums, strict=True))
+        checksums = _checksums(settled(value, parameter, mesh), layout=layout, mesh=mesh)
+    shapes = [shape[::-1] if layout.inputs == 0 else shape for shape in layout.tensor_shapes]
+    return dict(zip(parameter.names, zip(shapes, checksums, strict=True), strict=True))
 
 
-def combine(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], checksums: Mapping[str, Array]) -> str:
-    """The fingerprint, of the checksum of each tensor of the checkpoint and of its shape, not transposed."""
+def combine(config: ModelConfig, checksums: Mapping[str, _Checksum]) -> str:
+    """The fingerprint, of the checksums of all tensors of the checkpoint."""
     architecture = _hashed(config) | {"rope": _hashed(config.rope)}
     digest = hashlib.sha256(json.dumps(architecture, sort_keys=True).encode())
-    for name in sorted(checksums):
-        digest.update(f"{name} {shapes[name]}".encode())
-        digest.update(np.asarray(checksums[name], "<u4").tobytes())
+    for name, (shape, checksum) in sorted(checksums.items()):
+        digest.update(f"{name} {shape}".encode())
+        digest.update(np.asarray(checksum, "<u4").tobytes())
     return digest.hexdigest()
 
 
@@ -89,8 +80,9 @@ def _hashed(options: ModelConfig | RopeConfig) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnames=("layout", "mesh"))
 def _checksums(x: Float[Array, ...], *, layout: Layout, mesh: Mesh | None) -> list[UInt32[Array, " 2"]]:
-    """Checksums of the tensors of a weight; in one program, so that no tensor is copied out of the weight."""
-    return [constrained(_checksum(part), mesh, PartitionSpec()) for part in layout.split(x)]
+    """Checksums of the tensors of a weight, kernels as `[in, out]`; in one program, so that no tensor is copied."""
+    parts = [part.T if layout.inputs == 0 else part for part in layout.split(x)]
+    return [constrained(_checksum(part), mesh, PartitionSpec()) for part in parts]
 
 
 def _checksum(x: Float[Array, ...]) -> UInt32[Array, " 2"]:

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float32
+from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -30,16 +30,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.json_object import LFS_POINTER, is_lfs_pointer, read_json_object
-from tca_jax.models.names import (
-    CODES,
-    EMBEDDING,
-    HEAD,
-    LAYER,
-    Layout,
-    Parameter,
-    parameters,
-    scale_name,
-)
+from tca_jax.models.names import CODES, EMBEDDING, HEAD, LAYER, Layout, Parameter, parameters
 from tca_jax.models.projections import E4M3, quantize
 from tca_jax.models.sharding import (
     HeadOrders,
@@ -79,13 +70,6 @@ class _Stored:
         return math.prod(self.shape) * (1 if self.dtype == CODES else _STORED_BYTES[self.dtype])
 
 
-class Quantized(NamedTuple):
-    """The parameters that a kernel becomes in eight bits."""
-
-    codes: Parameter
-    scale: Parameter
-
-
 class LoadedCheckpoint(NamedTuple):
     """A decoder from a checkpoint folder."""
 
@@ -117,7 +101,7 @@ def load_checkpoint(
         progress: Called as `progress(bytes read, total bytes)` after each tensor, of which a process of several
             may have read only a part.
         mesh: Devices that the weights are split over (`models.sharding`); None for the default device.
-        head_orders: An order for each layer's KV heads, as for `permute_heads`; None for the checkpoint's own.
+        head_orders: An order for each layer's KV heads, as for `reorder_heads`; None for the checkpoint's own.
         weights: What the weights of projections and MLP are stored in: "fp8" (e4m3), with a scale for each output
             channel; each is quantized when it is read. None for what the checkpoint has.
 
@@ -137,41 +121,54 @@ def load_checkpoint(
         warnings.warn(f"{folder}: {HEAD!r} differs from the embedding: tie_word_embeddings is ignored", stacklevel=2)
         config = dataclasses.replace(config, tie_embeddings=False)
     _require_stored(f"model.layers.{config.num_layers - 1}.mlp.down_proj.weight", stored, folder)  # takes long to build
-    if format_ and not weights:
-        _check_all_in_eight_bits(stored)
-        weights = "fp8"
-    param_dtype = E4M3 if weights else dtype
-    made = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-    found = abstract_parameters(config, jnp.dtype(dtype), jnp.dtype(dtype)) if weights else parameters(made)
-    quantized = _quantized(parameters(made)) if weights else {}
+    only_codes, dtype = format_ is not None and not weights, jnp.dtype(dtype)
+    in_eight_bits = only_codes or bool(weights)
+    made = nnx.eval_shape(
+        lambda: Decoder(config, dtype=dtype, param_dtype=E4M3 if in_eight_bits else dtype, rngs=nnx.Rngs(0))
+    )
+    found, quantized = parameters(made), {}
+    if in_eight_bits:
+        by_path = {each.path: each for each in found}
+        of_codes = [path[:-1] for path in by_path if path[-1] == "codes"]
+        quantized = {(*path, "kernel"): [by_path[*path, part] for part in ("codes", "scale")] for path in of_codes}
+        found = abstract_parameters(config, dtype, dtype)
     # The largest tensors, embedding and head, first: host memory is not yet full then.
     found = sorted(found, key=lambda parameter: parameter.layer is not None)
     wanted = {name: parameter for parameter in found for name in parameter.names}
-    _check_tensors(folder, wanted, stored, format_)
-    rounded_twice = jnp.dtype(dtype) == jnp.float16 and any(stored[name].dtype == "F32" for name in wanted)
-    fingerprint_is_stale = rounded_twice or head_orders is not None or bool(weights)
-    placed_dtype = jnp.dtype(jnp.float32 if rounded_twice else dtype)
-    source = _Source(stored, format_, mesh)
-    checksums: dict[str, Array] = {}
+    _check_tensors(folder, wanted, stored, format_, only_codes=only_codes)
+    rounded_twice = dtype == jnp.float16 and any(stored[name].dtype == "F32" for name in wanted)
+    fingerprint_is_stale = rounded_twice or head_orders is not None or in_eight_bits
+    block = format_.block if format_ else None
+    checksums: dict[str, Any] = {}
     loaded = {}
     with within(mesh):
-        for parameter, value in _read(source, wanted, placed_dtype, progress, in_float32=quantized):
+        for parameter, tensors in _read(stored, wanted, mesh, progress):
+            scales = [_scales(stored, name, block) for name in parameter.names]
+            to = quantized.get(parameter.path)
+            value = join_tensors(
+                tensors,
+                scales,
+                layout=parameter.layout,
+                dtype=jnp.dtype(jnp.float32) if rounded_twice or to else dtype,
+                block=block,
+                spec=parameter.spec,
+                mesh=mesh,
+            )
+            del tensors
             if fingerprint_is_stale:
                 checksums |= tensor_checksums(parameter, value)
-            if head_orders is not None:
-                value = reorder_heads(value, parameter, head_orders, mesh)
-            if to := quantized.get(parameter.path):
-                scale = source.known_scale(parameter, to, head_orders)
-                specs = to.codes.spec, to.scale.spec
-                parts = list(zip(to, quantize_kernel(value, scale, specs=specs, mesh=mesh), strict=True))
-            else:
-                parts = [(parameter, value.astype(dtype))]
+            parts = [(parameter, value)]
+            if to:
+                codes, scale = to
+                known = None if block or any(each is None for each in scales) else scales
+                options: Any = {"layout": scale.layout, "specs": (codes.spec, scale.spec), "mesh": mesh}
+                parts = list(zip(to, quantize_kernel(value, known, **options), strict=True))
             del value
             for each, part in parts:
+                part = reorder_heads(part.astype(each.variable.dtype), each, head_orders)
                 loaded[each.path] = each.variable.replace(jax.block_until_ready(settled(part, each, mesh)))
     decoder: Decoder = nnx.merge(nnx.graphdef(made), nnx.from_flat_state(loaded))
-    shapes = {name: shape for parameter in found for name, shape in parameter.shapes.items()}
-    return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if fingerprint_is_stale else None)
+    return LoadedCheckpoint(decoder, combine(config, checksums) if fingerprint_is_stale else None)
 
 
 def gguf_path(path: Path) -> Path | None:
@@ -211,7 +208,7 @@ def save_decoder(
     for parameter in parameters(decoder):
         parts = parameter.layout.split(np.asarray(parameter.variable[...].astype(dtype)))
         for tensor, part in zip(parameter.names, parts, strict=True):
-            tensors[tensor] = np.ascontiguousarray(part.T if parameter.transposed else part)
+            tensors[tensor] = np.ascontiguousarray(part)
     file = Path(folder) / _SINGLE
     save_file(tensors, file, metadata={"format": "pt"})  # transformers asks for the format
     shutil.copymode(file.with_name("config.json"), file)  # safetensors leaves it to its owner alone
@@ -225,94 +222,31 @@ def write_config(folder: Path, config: ModelConfig, entries: Mapping[str, Any] |
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """A checkpoint's tensors, those of eight bits as the numbers that they stand for."""
-
-    stored: Mapping[str, _Stored]
-    format: StoredQuantization | None  # of eight bits
-    mesh: Mesh | None  # devices that the weights are split over
-
-    def place(self, shard: Any, name: str, parameter: Parameter, dtype: Any) -> Array:
-        """A tensor of an open file on its devices, not transposed."""
-        options: Any = {"spec": parameter.tensor_spec, "mesh": self.mesh}
-        if self.stored[name].dtype != CODES:
-            tensor = read_tensor(shard, self.stored[name].name, parameter, self.mesh)
-            return place_tensor(tensor, dtype=dtype, transposed=parameter.transposed, **options)
-        assert self.format is not None
-        scale, shape = self._scale(name), self.stored[name].shape
-        file = self.stored[name].file
-        assert isinstance(file, Path)  # GGUF has no codes
-        codes = read_tensor(self.format.mapped_codes(file, self.stored[name].name), name, parameter, self.mesh)
-        return place_codes(codes, scale, block=self.format.block_of(scale, shape), **options)
-
-    def known_scale(self, parameter: Parameter, to: Quantized, head_orders: HeadOrders | None) -> Array | None:
-        """The scales of a kernel's output channels as they are stored; None unless they are those of its codes."""
-        names = parameter.names
-        if self.format is None or self.format.block is not None or any(self.stored[n].dtype != CODES for n in names):
-            return None
-        scales = [np.broadcast_to(self._scale(name)[:, 0], self.stored[name].shape[:1]) for name in names]
-        value = to.scale.layout.join([jnp.asarray(scale) for scale in scales])
-        value = settled(value, to.scale, self.mesh)
-        return value if head_orders is None else reorder_heads(value, to.scale, head_orders, self.mesh)
-
-    def _scale(self, name: str) -> np.ndarray:
-        assert self.format is not None
-        scales = scale_name(name, self.stored)
-        assert scales is not None
-        with _opened(self.stored[scales].file) as shard:
-            return self.format.scale_matrix(shard.get_tensor(self.stored[scales].name))
-
-
-def _quantized(made: list[Parameter]) -> dict[tuple[Any, ...], Quantized]:
-    """Parameters of each kernel in eight bits, by the kernel's path."""
-    by_path = {parameter.path: parameter for parameter in made}
-    of_codes = [path for path in by_path if path[-1] == "codes"]
-    return {(*path[:-1], "kernel"): Quantized(by_path[path], by_path[(*path[:-1], "scale")]) for path in of_codes}
-
-
 def _read(
-    source: _Source,
+    stored: Mapping[str, _Stored],
     wanted: Mapping[str, Parameter],
-    dtype: Any,
+    mesh: Mesh | None,
     progress: Callable[[int, int], None] | None,
-    *,
-    in_float32: Container[tuple[Any, ...]],
-) -> Iterator[tuple[Parameter, Array]]:
-    """Yields each parameter and its value when its last tensor is read: file by file, one tensor at a time.
-
-    Values are in `dtype`, but those of paths `in_float32`.
-    """
-    stored = source.stored
-    report = _progress({name: stored[name].bytes for name in wanted}, progress)
+) -> Iterator[tuple[Parameter, list[Array]]]:
+    """Yields each parameter and its tensors when the last is read: file by file, one tensor at a time."""
     placed: dict[str, Array] = {}
+    done, total = 0, sum(stored[name].bytes for name in wanted)
     for file in sorted({stored[name].file for name in wanted}, key=str):
         with _opened(file) as shard:
-            for name in (name for name in wanted if stored[name].file == file):
-                parameter = wanted[name]
-                wide = jnp.dtype(jnp.float32) if parameter.path in in_float32 else dtype
+            for name, parameter in wanted.items():
+                if (tensor := stored[name]).file != file:
+                    continue
                 # Transfers that queue up would each hold a tensor on the host, and so would the references to
                 # finished ones, which JAX drops only when Python collects garbage (the youngest is enough).
-                placed[name] = jax.block_until_ready(source.place(shard, name, parameter, wide))
+                placed[name] = jax.block_until_ready(
+                    read_tensor(_view(shard, tensor), tensor.shape, parameter.stored_spec, mesh)
+                )
                 gc.collect(0)
-                report(name)
+                done += tensor.bytes
+                if progress is not None:
+                    progress(done, total)
                 if all(name in placed for name in parameter.names):
-                    parts = tuple(placed.pop(name) for name in parameter.names)
-                    options: Any = {"layout": parameter.layout, "spec": parameter.spec, "mesh": source.mesh}
-                    yield parameter, join_tensors(parts, **options) if parts[1:] else parts[0]
-
-
-def _progress(sizes: Mapping[str, int], callback: Callable[[int, int], None] | None) -> Callable[[str], None]:
-    """A function that takes the name of each tensor read and passes the bytes so far to the callback."""
-    done, total = 0, sum(sizes.values())
-
-    def report(name: str) -> None:
-        nonlocal done
-        done += sizes[name]
-        if callback is not None:
-            callback(done, total)
-
-    return report
+                    yield parameter, [placed.pop(name) for name in parameter.names]
 
 
 def _read_headers(folder: Path) -> dict[str, _Stored]:
@@ -373,15 +307,34 @@ def _check_tensors(
     wanted: Mapping[str, Parameter],
     stored: Mapping[str, _Stored],
     format_: StoredQuantization | None,
+    *,
+    only_codes: bool,
 ) -> None:
-    """Checks that no tensor is missing, misshapen, of an unsupported dtype, or left over."""
-    scales = set()
+    """Checks that no tensor is missing, misshapen, of an unsupported dtype, or left over.
+
+    In a checkpoint in eight bits projections may have these, or, unless `only_codes`, others.
+    """
+    used = {*wanted, HEAD}
     for name, parameter in wanted.items():
-        is_projection = parameter.layer is not None and parameter.path[-1] == "kernel"
-        _check_tensor(folder, name, parameter.stored_shape(name), stored, is_projection and format_ is not None)
-        if stored[name].dtype == CODES and format_ is not None:
-            scales.add(_checked_scale(name, stored, format_))
-    left = [name for name in stored if name not in (*wanted, *scales, HEAD) and not _IGNORED.fullmatch(name)]
+        _require_stored(name, stored, folder)
+        found, shape, allowed = stored[name], parameter.shapes[name], list(_STORED_BYTES)
+        if format_ is not None and parameter.layer is not None and parameter.path[-1] == "kernel":
+            allowed.append(CODES)
+        given = f"{found.file}: tensor {name!r} has shape {list(found.shape)} and dtype {found.dtype}"
+        fits = found.shape == shape and found.dtype in allowed
+        require(fits, f"{given}, the model's config asks for {list(shape)} and one of {allowed}")
+        if found.dtype == CODES and format_ is not None:
+            scale, shapes = stored.get(scale_name(name, stored)), format_.scale_shapes(shape)
+            held = (
+                "there are none" if scale is None else f"tensor {scale.name!r} has {list(scale.shape)} of {scale.dtype}"
+            )
+            fits = scale is not None and scale.shape in shapes and scale.dtype in _STORED_BYTES
+            require(fits, f"{given}, and its scales must have one of the shapes {list(map(list, shapes))}: {held}")
+            used.add(scale_name(name, stored))
+        elif CODES in allowed:
+            remedy = "where others are in eight bits: not supported as it is; weights='fp8' quantizes it, too"
+            require(not only_codes, f"{given} {remedy}")
+    left = [name for name in stored if name not in used and not _IGNORED.fullmatch(name)]
     layers = max(parameter.layer or 0 for parameter in wanted.values())
     for name in left:
         layer = LAYER.fullmatch(name)
@@ -395,34 +348,9 @@ def _require_stored(name: str, stored: Mapping[str, _Stored], folder: Path) -> N
     require(name in stored, f"{folder} lacks tensor {name!r}, which the model's config asks for")
 
 
-def _check_tensor(
-    folder: Path, name: str, shape: tuple[int, ...], stored: Mapping[str, _Stored], in_eight_bits: bool
-) -> None:
-    """Checks a tensor's shape and dtype; in a checkpoint in eight bits projections may have these, or others."""
-    _require_stored(name, stored, folder)
-    found, allowed = stored[name], [*_STORED_BYTES, *([CODES] if in_eight_bits else [])]
-    given = f"{found.file}: tensor {name!r} has shape {list(found.shape)} and dtype {found.dtype}"
-    fits = found.shape == shape and found.dtype in allowed
-    require(fits, f"{given}, the model's config asks for {list(shape)} and one of {allowed}")
-
-
-def _check_all_in_eight_bits(stored: Mapping[str, _Stored]) -> None:
-    """Raises ValueError if only some projections are in eight bits."""
-    remedy = "where others are in eight bits: not supported as it is; weights='fp8' quantizes it, too"
-    for name, found in stored.items():
-        fits = found.dtype == CODES or not name.endswith("_proj.weight")
-        require(fits, f"{found.file}: tensor {name!r} has dtype {found.dtype} {remedy}")
-
-
-def _checked_scale(name: str, stored: Mapping[str, _Stored], format_: StoredQuantization) -> str:
-    """Name of the scales of a tensor of codes, if they are there and fit."""
-    scales, shapes = scale_name(name, stored) or "", format_.scale_shapes(stored[name].shape)
-    found = stored.get(scales)
-    fits = found is not None and found.shape in shapes and found.dtype in _STORED_BYTES
-    held = "there are none" if found is None else f"tensor {scales!r} has {list(found.shape)} of {found.dtype}"
-    must = f"its scales must have one of the shapes {list(map(list, shapes))}: {held}"
-    require(fits, f"{stored[name].file}: tensor {name!r} has dtype {CODES}, and {must}")
-    return scales
+def scale_name(name: str, stored: Container[str]) -> str:
+    """Name of the scales of a tensor of codes, by which these are multiplied."""
+    return f"{name}_scale" if f"{name}_scale" in stored else f"{name}_scale_inv"
 
 
 def _are_equal(head: _Stored, embedding: _Stored | None) -> bool:
@@ -437,19 +365,34 @@ def _are_equal(head: _Stored, embedding: _Stored | None) -> bool:
         return all(np.array_equal(*part) for part in parts)
 
 
-# From tensors to parameters on devices: read, cast, transpose, join, quantize; on a mesh, by part.
+# From tensors to parameters on devices: read, cast, join, quantize; on a mesh, by part.
 
 
-def read_tensor(file: Any, name: str, parameter: Parameter, mesh: Mesh | None) -> Array | np.ndarray:
-    """A tensor of `parameter` as an open safetensors file holds it, or codes that are mapped.
+def _view(shard: Any, tensor: _Stored) -> Any:
+    """A tensor of an open file, read by part. Codes are mapped into memory: safetensors has no NumPy type for them."""
+    if tensor.dtype != CODES or not isinstance(tensor.file, Path):
+        return shard.get_slice(tensor.name)
+    with tensor.file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        start = 8 + size + json.loads(opened.read(size))[tensor.name]["data_offsets"][0]
+    return np.memmap(tensor.file, np.uint8, "r", start, tensor.shape).view(E4M3)
 
-    Without a mesh it is read whole and stays on the host. Otherwise the parts that this process's devices need are read
-    and put onto them.
-    """
-    codes = isinstance(file, np.ndarray)
+
+def _scales(stored: Mapping[str, _Stored], name: str, block: tuple[int, int] | None) -> np.ndarray | None:
+    """Scales of codes, one for each block, or `[out or 1, 1]`; None for numbers."""
+    if stored[name].dtype != CODES:
+        return None
+    scale = stored[scale_name(name, stored)]
+    with _opened(scale.file) as shard:
+        found = shard.get_tensor(scale.name).astype(np.float32)
+    return found if block else found.reshape(-1, 1)
+
+
+def read_tensor(view: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | None) -> Array:
+    """A tensor on its devices; a process reads the parts that its own need, once."""
     if mesh is None:
-        return file if codes else file.get_tensor(name)
-    view, parts = (file if codes else file.get_slice(name)), {}
+        return jnp.asarray(view[:])
+    parts: dict[str, np.ndarray] = {}
 
     def read(index: Any) -> np.ndarray:
         key = str(index)  # devices with the same part share one copy
@@ -457,43 +400,46 @@ def read_tensor(file: Any, name: str, parameter: Parameter, mesh: Mesh | None) -
             parts[key] = view[index]
         return parts[key]
 
-    shape = view.shape if codes else tuple(view.get_shape())
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, parameter.stored_spec), read)
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), read)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "transposed", "spec", "mesh"))
-def place_tensor(
-    tensor: Array | np.ndarray, *, dtype: Any, transposed: bool, spec: PartitionSpec, mesh: Mesh | None
-) -> Array:
-    """A tensor on its devices, cast there, and not transposed."""
-    tensor = jnp.asarray(tensor, dtype)
-    return constrained(tensor.T if transposed else tensor, mesh, spec)
-
-
-@functools.partial(jax.jit, static_argnames=("block", "spec", "mesh"))
-def place_codes(
-    codes: Array | np.ndarray,
-    scale: Float32[Array | np.ndarray, "so si"],
+@functools.partial(jax.jit, static_argnames=("layout", "dtype", "block", "spec", "mesh"))
+def join_tensors(
+    tensors: Sequence[Array],
+    scales: Sequence[Array | np.ndarray | None],
     *,
-    block: tuple[int, int],
+    layout: Layout,
+    dtype: Any,
+    block: tuple[int, int] | None,
     spec: PartitionSpec,
     mesh: Mesh | None,
 ) -> Array:
-    """Codes `[out, in]` times their scales, one for each block, on their devices: float32, not transposed."""
-    outputs, inputs = (jnp.arange(size) // of_block for size, of_block in zip(codes.shape, block, strict=True))
-    return constrained((jnp.asarray(codes, jnp.float32) * jnp.asarray(scale)[outputs[:, None], inputs]).T, mesh, spec)
+    """The parameter of its tensors, cast to `dtype`; codes are multiplied by their scales."""
+
+    def numbers(tensor: Array, scale: Any) -> Array:
+        if scale is None:
+            return tensor.astype(dtype)
+        if block:
+            rows, columns = (jnp.arange(size) // of for size, of in zip(tensor.shape, block, strict=True))
+            scale = jnp.asarray(scale)[rows[:, None], columns]
+        return (tensor.astype(jnp.float32) * scale).astype(dtype)
+
+    return constrained(layout.join(list(map(numbers, tensors, scales))), mesh, spec)
 
 
-@functools.partial(jax.jit, static_argnames=("specs", "mesh"))
+@functools.partial(jax.jit, static_argnames=("layout", "specs", "mesh"))
 def quantize_kernel(
-    kernel: Array, scale: Array | None, *, specs: tuple[PartitionSpec, PartitionSpec], mesh: Mesh | None
+    kernel: Array,
+    scales: Sequence[Array | np.ndarray] | None,
+    *,
+    layout: Layout,
+    specs: tuple[PartitionSpec, PartitionSpec],
+    mesh: Mesh | None,
 ) -> list[Array]:
-    """Codes `[*out, in]` and scales `[*out]` of a kernel `[in, *out]`; by default its own scales."""
+    """Codes `[*out, in]` and scales `[*out]` of a kernel `[in, *out]`: those of its tensors, by default its own."""
+    scale = None
+    if scales is not None:  # `layout` is that of the scales
+        shapes = layout.tensor_shapes
+        scale = layout.join([jnp.broadcast_to(x[:, 0], shape) for x, shape in zip(scales, shapes, strict=True)])
     parts = quantize(jnp.moveaxis(kernel, 0, -1), scale)
     return [constrained(part, mesh, spec) for part, spec in zip(parts, specs, strict=True)]
-
-
-@functools.partial(jax.jit, static_argnames=("layout", "spec", "mesh"))
-def join_tensors(tensors: tuple[Array, ...], *, layout: Layout, spec: PartitionSpec, mesh: Mesh | None) -> Array:
-    """The parameter of its tensors."""
-    return constrained(layout.join(tensors), mesh, spec)

@@ -175,55 +175,33 @@ def mesh_of(weight: Array) -> Mesh | None:
     return whole_mesh(mesh) if isinstance(mesh, Mesh) else None
 
 
-def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None = None) -> Decoder:
-    """Puts a decoder that is in memory onto a mesh, its KV heads in another order (`permute_heads`) if that is given.
+def shard_decoder(decoder: Decoder, mesh: Mesh) -> Decoder:
+    """Puts a decoder that is in memory onto a mesh; `load_checkpoint` reads one directly into its shards.
 
-    `load_checkpoint` reads one directly into its shards. ValueError where the mesh does not fit the model.
+    ValueError where the mesh does not fit the model.
     """
     check_mesh(mesh, decoder.config)
     mesh = whole_mesh(mesh)
     sharded = {
         each.path: each.variable.replace(settled(each.variable[...], each, mesh)) for each in parameters(decoder)
     }
-    decoder = nnx.merge(nnx.graphdef(decoder), nnx.from_flat_state(sharded))
-    return decoder if head_orders is None else permute_heads(decoder, head_orders)
+    return nnx.merge(nnx.graphdef(decoder), nnx.from_flat_state(sharded))
 
 
-def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
-    """The same model with its KV heads in another order, so that other heads are together on a device.
+def reorder_heads(value: Array, parameter: Parameter, orders: HeadOrders | None) -> Array:
+    """A parameter's value with the KV heads of its layer in another order: head i will be what was `orders[layer][i]`.
 
     A head's queries move with it, in the weights and biases of q, k, v and o, so results change only by the order in
-    which o sums. On a mesh each of these weights is exchanged between the devices once, one weight at a time.
-
-    `orders` are `[layers][H_kv]`: head i of layer l will be what was head `orders[l][i]`.
+    which o sums. On a mesh a weight is exchanged between the devices once.
     """
-    check_orders(orders, decoder.config)
-    moved = {}
-    for parameter in parameters(decoder):
-        value = parameter.variable[...]
-        value = reorder_heads(value, parameter, orders, mesh_of(value))
-        moved[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))
-    return nnx.merge(nnx.graphdef(decoder), nnx.from_flat_state(moved))
-
-
-def reorder_heads(value: Array, parameter: Parameter, orders: HeadOrders, mesh: Mesh | None) -> Array:
-    """A parameter's value with the KV heads of its layer in another order, as `permute_heads` takes it; unchanged if it
-    has none or none moves."""
-    if parameter.layer is None or not parameter.by_head:
+    if orders is None or parameter.layer is None or not parameter.by_head:
         return value
-    order = np.array(orders[parameter.layer], np.int32)
+    order, mesh = np.array(orders[parameter.layer], np.int32), mesh_of(value)
     if (order == np.arange(len(order))).all():
         return value
     with within(mesh):
-        value = _reorder(
-            settled(value, parameter, mesh), order, axis=parameter.split_axis, spec=parameter.spec, mesh=mesh
-        )
-        return settled(value, parameter, mesh)
-
-
-def inverse_orders(orders: HeadOrders) -> tuple[tuple[int, ...], ...]:
-    """The orders with which `permute_heads` undoes `orders`."""
-    return tuple(tuple(np.argsort(order).tolist()) for order in orders)
+        options: Any = {"axis": parameter.split_axis, "spec": parameter.spec, "mesh": mesh}
+        return settled(_reorder(settled(value, parameter, mesh), order, **options), parameter, mesh)
 
 
 def check_orders(orders: HeadOrders, config: ModelConfig) -> None:

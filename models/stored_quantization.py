@@ -7,13 +7,8 @@ for each output channel, or one for each block of outputs and inputs.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import jax.numpy as jnp
-import numpy as np
 
 from tca_jax.errors import UserError
 
@@ -44,22 +39,6 @@ class StoredQuantization:
         if self.block is None:
             return [(shape[0], 1), (shape[0],), (1,), (1, 1), ()]
         return [tuple(-(-size // of_block) for size, of_block in zip(shape, self.block, strict=True))]
-
-    def scale_matrix(self, scale: np.ndarray) -> np.ndarray:
-        """Scales as float32 `[outputs / rows of a block, inputs / columns of a block]`."""
-        return np.asarray(scale, np.float32).reshape(scale.shape if self.block else (-1, 1))
-
-    def mapped_codes(self, file: Path, name: str) -> np.ndarray:
-        """Codes of a safetensors file, mapped into memory: its own reader has no NumPy type for them."""
-        with Path(file).open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            entry = json.loads(opened.read(size))[name]
-        start, shape = 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
-        return np.memmap(file, np.uint8, "r", start, shape).view(jnp.float8_e4m3fn)
-
-    def block_of(self, scale: np.ndarray, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Outputs and inputs of codes `[out, in]` that share an entry of `scale_matrix`."""
-        return self.block or (1 if scale.shape[0] == shape[0] else shape[0], shape[1])
 
 
 def _fine_grained(entries: Mapping[str, Any]) -> StoredQuantization:

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from random_decoders import random_decoder
+from random_decoders import random_decoder, with_heads
 from tiny import CONFIG, TCA
 
 import tca_jax
 from tca_jax.engine.mesh import balanced_orders
 from tca_jax.models.names import MODEL
-from tca_jax.models.sharding import axis_size, permute_heads
+from tca_jax.models.sharding import axis_size
 
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
@@ -55,7 +55,7 @@ def lm_of(
     sizes = config.num_layers, kv_heads, axis_size(lm.mesh, MODEL), config.max_positions
     policy = with_tca(lm_of(None, group, kv_heads, dtype, **changes), rows).method.cache
     orders = balanced_orders(policy, *sizes)
-    return tca_jax.LM.from_decoder(permute_heads(lm.decoder, orders), mesh=mesh, head_orders=orders, name=name)
+    return tca_jax.LM.from_decoder(with_heads(lm.decoder, orders), mesh=mesh, head_orders=orders, name=name)
 
 
 def chunks_of(tokens: int, lm: tca_jax.LM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from flax import nnx
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
+from tca_jax.models.names import parameters
+from tca_jax.models.sharding import reorder_heads
 
 
 def random_decoder(
@@ -26,6 +28,15 @@ def random_decoder(
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(seed)
     return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(draw(rng, x.shape), x.dtype), state))
+
+
+def with_heads(decoder: Decoder, orders: Any) -> Decoder:
+    """The model with the KV heads of each layer in another order (`reorder_heads`)."""
+    moved = {
+        each.path: each.variable.replace(reorder_heads(each.variable[...], each, orders))
+        for each in parameters(decoder)
+    }
+    return nnx.merge(nnx.graphdef(decoder), nnx.from_flat_state(moved))
 
 
 def assert_equal_weights(a: Decoder, b: Decoder) -> None:

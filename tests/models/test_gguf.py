@@ -253,7 +253,7 @@ BAD = {
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
 def test_bad_files_are_refused_unread(change, message, file, tmp_path, monkeypatch):
-    monkeypatch.setattr("tca_jax.models.params.place_tensor", lambda *_, **__: pytest.fail("a tensor was read"))
+    monkeypatch.setattr("tca_jax.models.params.read_tensor", lambda *_, **__: pytest.fail("a tensor was read"))
     changed, path = change(file), tmp_path / "bad.gguf"
     path.write_bytes(changed if isinstance(changed, bytes) else changed.to_bytes())
     with pytest.raises(UserError, match=message) as caught:
@@ -300,7 +300,7 @@ def test_random_damage_is_refused_or_harmless(file, tmp_path, monkeypatch):
     def placed(*_, **__):
         raise Checked
 
-    monkeypatch.setattr("tca_jax.models.params.place_tensor", placed)
+    monkeypatch.setattr("tca_jax.models.params.read_tensor", placed)
     loaded = 0
     for _ in range(200):
         at, damage = int(rng.integers(header)), int(rng.integers(1, 256))

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from random_decoders import assert_equal_weights, random_decoder
+from random_decoders import assert_equal_weights, random_decoder, with_heads
 
 from tca_jax.models import sharding
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import parameters
 from tca_jax.models.params import load_checkpoint, read_tensor, save_decoder
-from tca_jax.models.sharding import check_mesh, inverse_orders, mesh_of, permute_heads, shard_decoder, whole_mesh
+from tca_jax.models.sharding import check_mesh, mesh_of, shard_decoder, whole_mesh
 
 HEADS = {1: (4, 4), 4: (16, 4), 7: (28, 4)}  # group -> query heads, KV heads
 ORDERS = ((2, 0, 3, 1), (1, 3, 0, 2))
@@ -60,11 +60,11 @@ def logits(decoder):
 def test_results_do_not_depend_on_the_heads_order(family, group, config_entries):
     biased = {"attention_bias": True} if family != "qwen2" else {}
     decoder = make(config_of(config_entries, family, group, **biased))
-    moved = permute_heads(decoder, ORDERS)
+    moved = with_heads(decoder, ORDERS)
     np.testing.assert_allclose(logits(moved), logits(decoder), atol=2e-5, rtol=1e-5)
     kernel, old = moved.layers[1].attention.qkv.kernel[...], decoder.layers[1].attention.qkv.kernel[...]
     np.testing.assert_array_equal(kernel[:, 3], old[:, ORDERS[1][3]])
-    assert_equal_weights(permute_heads(moved, inverse_orders(ORDERS)), decoder)
+    assert_equal_weights(with_heads(moved, np.argsort(ORDERS, axis=1).tolist()), decoder)
 
 
 @needs_4_devices
@@ -98,9 +98,8 @@ def test_heads_are_exchanged_on_every_mesh(axes, shape, kind, config_entries):
     assert {mesh_of(weight) for weight in jax.tree.leaves(nnx.state(sharded))} == {whole_mesh(mesh)}
     assert_equal_weights(sharded, decoder)
     with jax.set_mesh(mesh):
-        moved = permute_heads(sharded, ORDERS)
-    assert_equal_weights(moved, permute_heads(decoder, ORDERS))
-    assert_equal_weights(shard_decoder(decoder, mesh, ORDERS), moved)
+        moved = with_heads(sharded, ORDERS)
+    assert_equal_weights(moved, with_heads(decoder, ORDERS))
     for parameter in parameters(moved):
         assert parameter.variable[...].sharding == NamedSharding(whole_mesh(mesh), parameter.spec)  # nothing recompiles
 
@@ -153,12 +152,6 @@ class Counted:
     def __init__(self, shape):
         self.array, self.sizes = np.zeros(shape, np.float32), []
 
-    def get_slice(self, name):
-        return self
-
-    def get_shape(self):
-        return list(self.array.shape)
-
     def __getitem__(self, index):
         self.sizes.append(self.array[index].size)
         return self.array[index]
@@ -169,7 +162,7 @@ class Counted:
 def test_each_part_of_a_tensor_is_read_once(name, parts, config):
     for parameter in parameters(random_decoder(config)):
         split = 1 if parameter.split_axis is None else parts
-        for tensor in parameter.names:
-            file = Counted(parameter.stored_shape(tensor))
-            read_tensor(file, tensor, parameter, whole_mesh(mesh_4(**MESHES[name])))
-            assert file.sizes == [file.array.size // split] * split, tensor
+        for tensor, shape in parameter.shapes.items():
+            view = Counted(shape)
+            read_tensor(view, shape, parameter.stored_spec, whole_mesh(mesh_4(**MESHES[name])))
+            assert view.sizes == [view.array.size // split] * split, tensor
