@@ -56,7 +56,7 @@ class LateFact(NamedTuple):
     value: str
 
 
-class Asked(NamedTuple):
+class LateQuestion(NamedTuple):
     """A question about a document, and its right answer, as token ids."""
 
     kind: Literal["fact", "copy", "next"]
@@ -68,7 +68,7 @@ class LateDocument(NamedTuple):
     """A document that is read without its questions."""
 
     ids: list[int]  # after the chat template's opening
-    asked: list[Asked]
+    asked: list[LateQuestion]
 
 
 def late_facts(rng: np.random.Generator, count: int) -> Iterator[LateFact]:
@@ -102,16 +102,16 @@ def late_document(lm: LM, seed: int, tokens: int, folder: Path | None = None) ->
     for place, number in zip(places, rng.permutation(_HIDDEN), strict=True):
         body.insert(int(place), hidden[number])
     ids = [*opening, *(token for line in body for token in line)]
-    asked = list[Asked]()
+    asked = list[LateQuestion]()
     for fact in known:
         question = [*encode_verbatim(lm, f"\n\n{fact.question}"), *closing, *encode_verbatim(lm, fact.opening)]
-        asked.append(Asked("fact", question, encode_verbatim(lm, f" {fact.value}")))
+        asked.append(LateQuestion("fact", question, encode_verbatim(lm, f" {fact.value}")))
     request = encode_verbatim(lm, "\n\nContinue, word for word, the passage of the document that begins with: ")
     for _ in range(_COPIES):
         start = int(rng.integers(len(opening) + 50, len(ids) - FREE_END))
         shown, end = ids[start : start + _COPY_SHOWN], start + _COPY_SHOWN + _COPY_ASKED
-        asked.append(Asked("copy", [*request, *shown, *closing], ids[start + _COPY_SHOWN : end]))
-    return LateDocument(ids, [*asked, Asked("next", following[:1], following[1:ROW])])
+        asked.append(LateQuestion("copy", [*request, *shown, *closing], ids[start + _COPY_SHOWN : end]))
+    return LateDocument(ids, [*asked, LateQuestion("next", following[:1], following[1:ROW])])
 
 
 def _lines(lm: LM, text: str, tokens: int) -> tuple[list[list[int]], list[int]]:

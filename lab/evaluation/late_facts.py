@@ -29,7 +29,7 @@ _HEADER = ["method", "documents", "bytes", "kept", "attended pairs", "facts [95%
 
 
 class Answers(NamedTuple):
-    """What a model makes of a document's questions."""
+    """A model's answers to the questions about a document."""
 
     facts: list[bool]  # whether each is right
     copies: list[bool]

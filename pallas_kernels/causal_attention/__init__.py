@@ -9,7 +9,6 @@ from tca_jax.pallas_kernels.backends import Backend, can_run, dispatch
 from tca_jax.pallas_kernels.checks import check_shapes
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import round_up
-from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 
 _BLOCK = 128  # tile of the prefill kernels; exact attention has no blocks of its own
 
@@ -47,5 +46,6 @@ def causal_attention(
     batch, length, kv_heads, head_dim = k.shape
     nothing, zeros = jnp.zeros((_BLOCK, head_dim), k.dtype), jnp.zeros((batch, kv_heads), jnp.int32)
     budgets = jnp.zeros((batch, kv_heads, length // _BLOCK), jnp.int32)
-    sizes = {"block_size": _BLOCK, "window": round_up(length, _BLOCK)}
-    return prefill_attention(q, k, v, Pool(nothing, nothing, zeros, zeros), budgets, lengths, **sizes, backend=backend)
+    pool, window = Pool(nothing, nothing, zeros, zeros), round_up(length, _BLOCK)
+    attend = dispatch("prefill_attention", backend)
+    return attend(q, k, v, pool, budgets, lengths, block_size=_BLOCK, window=window)
