@@ -128,27 +128,6 @@ def scaled_exp2(
 
 
 def online_softmax_step(
-    q: Array,
-    state: tuple[Array, Array, Array],
-    k: Array,
-    v: Array,
-    visible: Array | None = None,
-    *,
-    bias: Array | None = None,
-    interpret: bool,
-) -> tuple[Array, Array, Array]:
-    """Takes one tile into (sum of weighted values, largest score, sum of weights) of every row.
-
-    A row must have a finite largest score when this returns: see a token of the tile, or have seen one before, or
-    begin at one whose product with the scale is exact, a power of two, above MASKED.
-    """
-    out, peak, weight = state
-    parted = (out,), peak, weight
-    (out,), peak, weight = softmax_step_by_parts((q,), parted, (k,), (v,), visible, bias=bias, interpret=interpret)
-    return out, peak, weight
-
-
-def softmax_step_by_parts(
     q: tuple[Array, ...],
     state: PartedState,
     k: tuple[Array, ...],
@@ -159,7 +138,11 @@ def softmax_step_by_parts(
     bias: Array | None = None,  # finite additions to the logits of each key
     interpret: bool,
 ) -> PartedState:
-    """`online_softmax_step` where the last axis of queries, keys, values and output is cut into parts."""
+    """Takes one tile into the state of every row; the last axis of queries, keys, values and output is cut into parts.
+
+    A row must have a finite largest score when this returns: see a token of the tile, or have seen one before, or
+    begin at one whose product with the scale is exact, a power of two, above MASKED.
+    """
     out, peak, weight = state
     scale = LOG2E / math.sqrt(sum(part.shape[1] for part in q))
     power = partial(scaled_exp2, scale=scale, interpret=interpret)

@@ -35,7 +35,7 @@ from tca_jax.pallas_kernels.triton_call import (
     check_supported,
     codes_as_float16,
     load_rows,
-    softmax_step_by_parts,
+    online_softmax_step,
     triton_call,
 )
 
@@ -216,7 +216,7 @@ def _attend_span(
     row, head = quotient_and_remainder(region, plan.kv_heads)
     of_row = cache.row(lax.div(row, jnp.int32(table.sharing))) * plan.kv_heads + head
     first_entry = of_row * table.columns
-    step = partial(softmax_step_by_parts, q, interpret=interpret)
+    step = partial(online_softmax_step, q, interpret=interpret)
     seen_by = [jnp.clip(position + 1 - span.edge, 0, span.local) for position in (*asked, positions)]
     if plan.queries == 1:
         whole_kept = whole_local = jnp.int32(0)

@@ -105,7 +105,9 @@ def _attend(
 
     rows, columns = first + jnp.arange(config.queries), jnp.arange(config.keys)
     q = pltriton.load(q_ref.at[row, pl.ds(first, config.queries), head, :], mask=(rows < length)[:, None], other=0.0)
-    step = partial(online_softmax_step, q, interpret=interpret)
+
+    def step(state: Any, k: Array, v: Array, visible: Array | None = None, bias: Array | None = None) -> Any:
+        return online_softmax_step((q,), state, (k,), (v,), visible, bias=bias, interpret=interpret)
 
     def attend_span(
         begin: Any, end: Any, load: Callable[..., tuple[Array, Array]], state: Any, visible: Any = None
@@ -138,7 +140,7 @@ def _attend(
         return inside, inside[None, :]
 
     state = (
-        jnp.zeros((config.queries, head_dim), jnp.float32),
+        (jnp.zeros((config.queries, head_dim), jnp.float32),),
         jnp.full((config.queries,), MASKED, jnp.float32),
         jnp.zeros((config.queries,), jnp.float32),
     )
@@ -173,7 +175,7 @@ def _attend(
         means = jnp.where(alive, far.mean_counts[place], 0)
         state = lax.fori_loop(0, jnp.where(alive, far.counts[place], 0), listed, state)
         state = lax.fori_loop(0, divide_up(means, config.keys), mean_tile, state)
-    out, _, weight = state
+    (out,), _, weight = state
     out = jnp.where((rows < length)[:, None], out / weight[:, None], 0)
     pltriton.store(
         out_ref.at[row, pl.ds(first, config.queries), head, :],

@@ -41,9 +41,9 @@ from tca_jax.engine.read import (
     read,
     require_finite,
 )
-from tca_jax.errors import UserError, require, require_type
+from tca_jax.errors import require, require_type
 from tca_jax.methods.full import BASELINE
-from tca_jax.methods.registry import describe_method, unknown_types
+from tca_jax.methods.registry import describe_method
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
@@ -188,16 +188,12 @@ class Context:
             f"context was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
             "read the document with this model",
         )
-        if made.method_description != own.method_description:
-            unknown = unknown_types(made.method_description)
-            options = " with other options or budgets" if made.method == own.method else ""
-            remedy = f"{options}, and {own.model!r} runs under {own.method!r}: read the document under this method"
-            if unknown:
-                remedy = (
-                    f", whose {unknown[0]} is not known here: the context may be of another version of tca_jax, or of "
-                    "code that is not imported; read the document again"
-                )
-            raise UserError(f"context was made under method {made.method!r}{remedy}")
+        options = " with other options or budgets" if made.method == own.method else ""
+        require(
+            made.method_description == own.method_description,
+            f"context was made under method {made.method!r}{options}, and {own.model!r} runs under {own.method!r}: "
+            "read the document under this method",
+        )
         how = "with kv='fp8'" if held == CODES else f"in dtype {held}" + (", without kv" if wanted == CODES else "")
         dtypes = f"context holds {held} and the cache of {own.model!r} {wanted}"
         require(held == wanted, f"{dtypes}: load the model {how}")

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import inspect
 import json
-import sys
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -152,46 +149,6 @@ def _make(name: str, options: Mapping[str, Any]) -> Method:
 def describe_method(method: Method) -> str:
     """Canonical JSON of a method, the same in every process: its policies' types and all of their options."""
     return json.dumps(_described(method), sort_keys=True, separators=(",", ":"))
-
-
-def unknown_types(description: str) -> list[str]:
-    """Types that a description names and that no module of this process has, sorted."""
-    try:
-        described = json.loads(description)
-    except ValueError:  # no description of ours at all
-        return []
-    return sorted({name for name in _types(described) if not _is_known(name)})
-
-
-def _types(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        if isinstance(value.get("type"), str):
-            yield value["type"]
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from _types(item)
-
-
-def _is_known(name: str) -> bool:
-    """Whether a dotted name leads to something, from the longest prefix that is a module of ours or an imported one."""
-    if "<locals>" in name or "." not in name:  # nothing can lead to it
-        return True
-    parts = name.split(".")
-    for count in range(len(parts), 0, -1):
-        if (module := _module(".".join(parts[:count]))) is not None:
-            found: Any = module
-            for part in parts[count:]:
-                found = getattr(found, part, None)
-            return found is not None
-    return False
-
-
-def _module(name: str) -> types.ModuleType | None:
-    """A module that is imported already or has a registered method; nothing else that a file names is imported."""
-    if name in {entry.module for entry in _installed().values()}:
-        return importlib.import_module(name)
-    return sys.modules.get(name)
 
 
 def _described(value: Any) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.methods.base import Attended, BlockMeans, Heads, Method, ScoredCache, ScoredPrefill, num_ranked_blocks
-from tca_jax.methods.regions import Regions, Selection, causal_pairs
+from tca_jax.methods.regions import Regions, Selection, causal_pairs, selected_pairs, sum_of_counts
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
 from tca_jax.pallas_kernels.causal_attention import causal_attention
@@ -198,17 +198,11 @@ def _pairs(
 ) -> Float32[Array, " B"]:
     """Attended pairs of a query and a key or mean, of each row, the mean over heads."""
     blocks = far.counts.shape[-1]
-    begins = jnp.arange(blocks) * block_size
-    queries = jnp.clip(lengths[:, None] - begins, 0, block_size)[:, None].astype(jnp.float32)  # of each tile
-    edges = jnp.maximum(begins - window, 0)
-    local = queries * (begins - edges) + queries * (queries + 1) / 2
-    taken = jnp.pad(budgets, ((0, 0), (0, 0), (0, blocks - budgets.shape[-1])))
-    prefix = jnp.pad(jnp.cumsum(taken, axis=-1), ((0, 0), (0, 0), (1, 0)))[..., edges // block_size]
-    counted = jnp.arange(far.blocks.shape[-1]) < far.counts[..., None]
-    unselected = jnp.take_along_axis(
-        jnp.broadcast_to((block_size - taken)[:, :, None], far.mean_bias.shape), far.blocks // block_size, axis=-1
-    )
-    of_blocks = jnp.where(counted, unselected, 0).sum(axis=-1)
+    queries = jnp.clip(lengths[:, None] - jnp.arange(blocks) * block_size, 0, block_size)[:, None]  # of each tile
+    unselected = block_size - jnp.pad(budgets, ((0, 0), (0, 0), (0, blocks - budgets.shape[-1])))
+    listed = jnp.take_along_axis(unselected[:, :, None], far.blocks // block_size, axis=-1)
+    of_blocks = jnp.where(jnp.arange(far.blocks.shape[-1]) < far.counts[..., None], listed, 0).sum(axis=-1)
     over = jnp.arange(blocks) < far.mean_counts[..., None]
     means = ((far.mean_bias > -jnp.inf) & over).sum(axis=-1)
-    return (local + queries * (prefix + of_blocks + means)).sum(axis=-1).mean(axis=-1)
+    pairs = selected_pairs(budgets, lengths, block_size=block_size, window=window)
+    return (pairs + sum_of_counts(queries * (of_blocks + means))).mean(axis=-1)
