@@ -7,6 +7,7 @@ array lengths. Types and their dequantization come from the `gguf` package.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from tca_jax.errors import UserError, explaining, require
+from tca_jax.errors import explaining, require
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.json_object import LFS_POINTER, Entries, is_lfs_pointer
 from tca_jax.models.rope import RopeConfig, inverse_frequencies
@@ -30,7 +31,6 @@ _PIECE = re.compile(r"(.+\.gguf)\.(\d{1,4})")  # a piece of one file, as `split 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # value type -> struct format
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
-_MOST_AXES = 4
 _CHUNK = 2**22  # numbers that one thread dequantizes at a time
 _BUFFER = 2**24  # bytes of header that are read at a time
 
@@ -55,7 +55,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """A tensor, from a header; its parts are read as those of a slice of `safetensors`."""
+    """A tensor, from a header; parts are read as those of a slice of `safetensors`."""
 
     name: str  # in the GGUF file
     source: _Bytes
@@ -71,7 +71,7 @@ class GgufTensor:
         if len(self.shape) == 1:  # its blocks run along axis 0
             return dataclasses.replace(self, shape=(1, *self.shape)).read()[0][rows]
         start, stop, _ = rows.indices(self.shape[0])
-        of_row, width = self.bytes // self.shape[0], math.prod(self.shape[1:])
+        of_row, width = _stored_bytes(self.shape[1:], self.type), math.prod(self.shape[1:])
         found = np.empty((stop - start, width), np.float32)
         step = max(1, _CHUNK // width)
 
@@ -95,14 +95,6 @@ class GgufTensor:
             value = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(value.shape)
         return value[index]
 
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes in the file."""
-        return _stored_bytes(self.shape, self.type)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gguf:
@@ -119,10 +111,6 @@ class Gguf:
         """Names of the tensors that a decoder has."""
         return [name for name in self.tensors if name != _ROPE_FACTORS]
 
-    def get_tensor(self, name: str) -> Float32[np.ndarray, ...]:
-        """A tensor, dequantized."""
-        return self.tensors[name][:]
-
     def get_slice(self, name: str) -> GgufTensor:
         """A tensor that is read by part."""
         return self.tensors[name]
@@ -134,8 +122,8 @@ class Gguf:
 
     def _entries(self) -> dict[str, Any]:
         """The config.json of the model."""
-        arch = _architecture(self.metadata)
-        keys = _keys(self.metadata, arch)
+        keys = _keys(self.metadata)
+        require("model.embed_tokens.weight" in self.tensors, "tensor 'token_embd.weight' is missing")
         for key in ("expert_count", "attention.sliding_window"):
             if keys.values.get(key):
                 keys.refuse(key, "0")
@@ -144,8 +132,8 @@ class Gguf:
         if keys.integer("rope.dimension_count", head_dim) != head_dim:
             keys.refuse("rope.dimension_count", f"the head size {head_dim}")
         entries: dict[str, Any] = {
-            "model_type": arch,
-            "vocab_size": self._required("model.embed_tokens.weight").shape[0],
+            "model_type": self.metadata["general.architecture"],
+            "vocab_size": self.tensors["model.embed_tokens.weight"].shape[0],
             "hidden_size": hidden,
             "intermediate_size": keys.integer("feed_forward_length"),
             "num_hidden_layers": keys.integer("block_count"),
@@ -189,7 +177,7 @@ class Gguf:
 
     def _llama3(self, rope: dict[str, Any], head_dim: int, max_positions: int) -> dict[str, Any]:
         """RoPE of LLaMA 3.1, whose options GGUF keeps as a factor for each dimension pair."""
-        stretched = self._required(_ROPE_FACTORS).read()
+        stretched = self.tensors[_ROPE_FACTORS][:]
         rope = rope | _LLAMA3 | {"rope_type": "llama3", "factor": float(stretched.max(initial=1.0))}
         config = RopeConfig.from_hf(rope, max_positions=max_positions)
         plain = inverse_frequencies(head_dim, RopeConfig(theta=config.theta))
@@ -198,24 +186,18 @@ class Gguf:
         require(fits, f"tensor {_ROPE_FACTORS!r} is not supported: must have the factors of LLaMA 3.1, {_LLAMA3}")
         return rope
 
-    def _required(self, name: str) -> GgufTensor:
-        stored = next((g for g, hf in _OUTER.items() if name == f"{hf}.weight"), name)
-        require(name in self.tensors, f"tensor '{stored}.weight' is missing")
-        return self.tensors[name]
-
 
 def find_gguf(path: Path) -> Path | None:
     """The GGUF file that a path means: itself, or the only one of a folder without other weights; None for neither."""
     if path.is_dir():
         if (path / "config.json").exists() and any(path.glob("*.safetensors*")):
             return None
-        found = {_first_part(each) for each in path.iterdir() if _is_gguf(each)}
+        found = {_first(each) for each in map(_file, path.iterdir()) if each.suffix == ".gguf"}
         names = ", ".join(sorted(each.name for each in found))
         require(len(found) <= 1, f"{path} holds several GGUF checkpoints ({names}): pass the path of one")
         return next(iter(found), None)
-    if _is_gguf(path) and path.exists():
-        return path.with_name(match[1]) if (match := _PIECE.fullmatch(path.name)) else path
-    return path if path.suffix == ".gguf" and _pieces(path) else None
+    file = _file(path)
+    return file if file.suffix == ".gguf" and (path.exists() or _pieces(path)) else None
 
 
 def open_gguf(path: Path) -> Gguf:
@@ -226,92 +208,77 @@ def open_gguf(path: Path) -> Gguf:
     """
     needed = "GGUF files need the package gguf: pip install gguf, or the extra 'gguf'"
     with explaining(f"{path}: {needed}", ImportError):
-        import gguf.quants  # noqa: F401
-    sources = [_Bytes.open(part) for part in _files(path)]
+        from gguf import GGML_QUANT_SIZES
+        from gguf.quants import dequantize
     metadata: dict[str, Any] = {}
     stored: dict[str, GgufTensor] = {}
+    sources = [_Bytes.open(part) for part in _parts(_file(path))]
     for source in sources:
-        found, tensors = _Header(source).read()
+        with explaining(f"{source.name} cannot be read", ValueError):
+            found, tensors = _Header(source).read()
+            for tensor in tensors:
+                require(tensor.name not in stored, f"there is a second tensor {tensor.name!r}")
+                stored[tensor.name] = tensor
         metadata = metadata or found
-        for tensor in tensors:
-            require(tensor.name not in stored, f"{source.name} is corrupt: there is a second tensor {tensor.name!r}")
-            stored[tensor.name] = tensor
-    _check_count(path, metadata, len(sources), len(stored))
     with explaining(str(path), ValueError):
-        permuted = _permuted_heads(metadata, _architecture(metadata))
+        for key, count in (("split.count", len(sources)), ("split.tensors.count", len(stored))):
+            fits = metadata.get(key, 0) in (0, count)
+            require(fits, f"{key} = {metadata.get(key)}, but there are {count}: pass one of files -00001-of-0000N")
+        permuted = _permuted_heads(metadata)
     named = {}
     for tensor in stored.values():
-        _check_type(tensor)
-        name = _hf_name(tensor)
+        given = f"{tensor.source.name}: tensor {tensor.name!r} has"
+        with explaining(f"{given} the type {tensor.type.name}: convert the file to another", NotImplementedError):
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.type][1]), np.uint8), tensor.type)
         heads = next((heads for part, heads in permuted.items() if f".{part}." in tensor.name), 0)
-        given = f"{tensor.source.name}: tensor {tensor.name!r} has {tensor.shape[0]} rows for {heads} heads"
-        require(not heads or tensor.shape[0] % (2 * heads) == 0, given)
-        named[name] = dataclasses.replace(tensor, permuted_heads=heads)
+        fits = not heads or tensor.shape[0] % (2 * heads) == 0
+        require(fits, f"{given} {tensor.shape[0]} rows for {heads} heads")
+        named[_hf_name(tensor.name)] = dataclasses.replace(tensor, permuted_heads=heads)
     return Gguf(path, metadata, named)
 
 
-def _architecture(metadata: Mapping[str, Any]) -> str:
+def _keys(metadata: Mapping[str, Any]) -> Entries:
+    """Metadata of the architecture; arrays with the same integer for all layers are that integer."""
     arch = metadata.get("general.architecture")
     must = f"must be one of {list(ARCHITECTURES)}"
     require(arch in ARCHITECTURES, f"general.architecture = {arch!r} is not supported: {must}")
-    return str(arch)
+    found = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
+    for key, value in found.items():
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size and (value == value[0]).all():
+            found[key] = int(value[0])
+    return Entries(found, f"{arch}.{{}}")
 
 
-def _permuted_heads(metadata: Mapping[str, Any], arch: str) -> dict[str, int]:
+def _permuted_heads(metadata: Mapping[str, Any]) -> dict[str, int]:
     """Heads of the projections whose rows llama.cpp's converter permutes: those of LLaMA."""
-    if arch != "llama":
+    keys = _keys(metadata)
+    if metadata["general.architecture"] != "llama":
         return {}
-    keys = _keys(metadata, arch)
     heads = keys.integer("attention.head_count")
     return {"attn_q": heads, "attn_k": keys.integer("attention.head_count_kv", heads)}
 
 
-def _hf_name(tensor: GgufTensor) -> str:
-    """The name in a Hugging Face checkpoint; an unknown one is kept, and refused when it is loaded."""
-    stem, _, kind = tensor.name.rpartition(".")
+def _hf_name(name: str) -> str:
+    """A tensor's name in a Hugging Face checkpoint; an unknown one is kept, and refused when it is loaded."""
+    stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"blk\.(\d{1,6})\.(\w+)", stem):
         return f"model.layers.{int(match[1])}.{_OF_LAYER.get(match[2], match[2])}.{kind}"
-    return f"{_OUTER[stem]}.{kind}" if stem in _OUTER else tensor.name
+    return f"{_OUTER[stem]}.{kind}" if stem in _OUTER else name
 
 
-def _check_type(tensor: GgufTensor) -> None:
-    """Raises ValueError unless the `gguf` package dequantizes the tensor's type."""
-    from gguf import GGML_QUANT_SIZES
-    from gguf.quants import dequantize
-
-    try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.type][1]), np.uint8), tensor.type)
-    except NotImplementedError:
-        raise UserError(
-            f"{tensor.source.name}: tensor {tensor.name!r} has the type {tensor.type.name}, which the gguf package "
-            "does not dequantize: convert the file to another type"
-        ) from None
+def _file(path: Path) -> Path:
+    """The file that a piece is of; other paths as they are."""
+    return path.with_name(match[1]) if (match := _PIECE.fullmatch(path.name)) else path
 
 
-def _check_count(path: Path, metadata: Mapping[str, Any], files: int, tensors: int) -> None:
-    for key, found in (("split.count", files), ("split.tensors.count", tensors)):
-        stated = metadata.get(key, found)
-        fits = isinstance(stated, int) and stated in (0, found)
-        require(fits, f"{path}: {key} = {stated}, but there are {found}: pass one of files -00001-of-0000N")
-
-
-def _is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf" or _PIECE.fullmatch(path.name) is not None
-
-
-def _first_part(path: Path) -> Path:
+def _first(path: Path) -> Path:
     """One path for all files of a checkpoint."""
-    if match := _PIECE.fullmatch(path.name):
-        path = path.with_name(match[1])
-    if match := _SPLIT.fullmatch(path.name):
-        path = path.with_name(f"{match[1]}-00001-of-{match[3]}.gguf")
-    return path
+    match = _SPLIT.fullmatch(path.name)
+    return path.with_name(f"{match[1]}-00001-of-{match[3]}.gguf") if match else path
 
 
-def _files(path: Path) -> list[Path]:
+def _parts(path: Path) -> list[Path]:
     """The files of a checkpoint that gguf-split has made, or the only one."""
-    if match := _PIECE.fullmatch(path.name):
-        path = path.with_name(match[1])
     if not (match := _SPLIT.fullmatch(path.name)):
         return [path]
     count = int(match[3])
@@ -324,16 +291,11 @@ def _files(path: Path) -> list[Path]:
 
 def _pieces(path: Path) -> list[Path]:
     """Numbered pieces of a file, in order; none may be missing between two others."""
-    numbered = {}
-    for each in path.parent.iterdir() if path.parent.is_dir() else ():
-        if (match := _PIECE.fullmatch(each.name)) and match[1] == path.name:
-            numbered[int(match[2])] = each
-    if not numbered:
-        return []
-    first = 0 if 0 in numbered else 1
-    for number in range(first, max(numbered) + 1):
-        given = f"{path}: piece {number} is missing (there are {sorted(numbered)})"
-        require(number in numbered, given, FileNotFoundError)
+    matches = {each: _PIECE.fullmatch(each.name) for each in path.parent.glob("*.gguf.*")}
+    numbered = {int(match[2]): each for each, match in matches.items() if match and match[1] == path.name}
+    missing = sorted(set(range(int(0 not in numbered), max(numbered, default=0))) - numbered.keys())
+    given = f"{path}: pieces {missing} are missing (there are {sorted(numbered)})"
+    require(not missing, given, FileNotFoundError)
     return [numbered[number] for number in sorted(numbered)]
 
 
@@ -348,10 +310,8 @@ class _Bytes:
     def open(cls, path: Path) -> _Bytes:
         files = [path] if path.exists() else _pieces(path)
         require(files, f"{path} does not exist", FileNotFoundError)
-        start, parts = 0, []
-        for file in files:
-            parts.append((file, start, start := start + file.stat().st_size))
-        return cls(path, tuple(parts))
+        ends = [0, *itertools.accumulate(file.stat().st_size for file in files)]
+        return cls(path, tuple(zip(files, ends, ends[1:], strict=False)))
 
     @property
     def size(self) -> int:
@@ -359,124 +319,95 @@ class _Bytes:
 
     def read(self, offset: int, count: int) -> np.ndarray:
         """Bytes, uint8; fewer than asked for at the end."""
-        found = []
+        found = [np.empty(0, np.uint8)]
         for file, start, stop in self.parts:
             first, last = max(offset, start), min(offset + count, stop)
             if first < last:
                 found.append(np.fromfile(file, np.uint8, last - first, offset=first - start))
-        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint8)])
-
-
-def _keys(metadata: Mapping[str, Any], arch: str) -> Entries:
-    """Metadata of an architecture; arrays with the same integer for all layers are that integer."""
-    found = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
-    for key, value in found.items():
-        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size and (value == value[0]).all():
-            found[key] = int(value[0])
-    return Entries(found, f"{arch}.{{}}")
+        return found[1] if len(found) == 2 else np.concatenate(found)
 
 
 class _Header:
-    """The header of one file."""
+    """The header of one file, read from its begin on; ValueError where it is damaged."""
 
     def __init__(self, source: _Bytes) -> None:
         self._source, self._at, self._start = source, 0, 0
         self._buffer = b""
 
     def read(self) -> tuple[dict[str, Any], list[GgufTensor]]:
-        """Metadata and tensors; ValueError with the file's name where it is damaged."""
-        self._check(not is_lfs_pointer(self._source.parts[0][0]), LFS_POINTER)
-        self._check(self._take(4) == _MAGIC, f"is not a GGUF file: it does not begin with {_MAGIC!r}")
+        """Metadata and tensors."""
+        require(not is_lfs_pointer(self._source.parts[0][0]), LFS_POINTER)
+        require(self._take(4) == _MAGIC, f"it does not begin with {_MAGIC!r}")
         version = self._number("I")
         other = " (big-endian)" if version & 0xFFFF == 0 else ""
-        self._check(version in _VERSIONS, f"is GGUF version {version}{other}: must be one of {list(_VERSIONS)}")
+        require(version in _VERSIONS, f"GGUF version {version}{other}: must be one of {list(_VERSIONS)}")
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         metadata: dict[str, Any] = {}
-        self._require(num_keys, 12)
         for _ in range(num_keys):
             key = self._string()
-            self._check(key not in metadata, f"is corrupt: there is a second key {key!r}")
-            metadata[key] = self._value(self._number("I"), key)
-        self._require(num_tensors, 24)
+            require(key not in metadata, f"there is a second key {key!r}")
+            metadata[key] = self._value(key)
         infos = [self._info() for _ in range(num_tensors)]
         return metadata, self._tensors(infos, metadata.get("general.alignment", _ALIGNMENT))
 
     def _tensors(self, infos: list[tuple[str, tuple[int, ...], Any, int]], alignment: Any) -> list[GgufTensor]:
         """Tensors of a file; each begins where the one before it ends, which also shows most damage."""
         is_power = isinstance(alignment, int) and alignment > 0 and not alignment & (alignment - 1)
-        self._check(is_power, f"is corrupt: general.alignment = {alignment!r}, must be a power of two")
-        data, expected, found = -(-self._at // alignment) * alignment, 0, []
+        require(is_power, f"general.alignment = {alignment!r}, must be a power of two")
+        data, held, expected, found = -(-self._at // alignment) * alignment, self._source.size, 0, []
         for name, shape, type_, offset in infos:
             place = f"tensor {name!r} begins at byte {offset} of the data, must begin at {expected}"
-            self._check(offset == expected, f"is corrupt: {place}")
-            size = _stored_bytes(shape, type_)
-            end = data + offset + size
-            held = self._source.size
-            self._check(end <= held, f"is truncated: tensor {name!r} ends at byte {end:,}, the file has {held:,}")
-            expected = -(-(offset + size) // alignment) * alignment
+            require(offset == expected, place)
+            end = data + offset + _stored_bytes(shape, type_)
+            require(end <= held, f"truncated: tensor {name!r} ends at byte {end:,}, the file has {held:,}")
+            expected = -(-(end - data) // alignment) * alignment
             found.append(GgufTensor(name, self._source, shape, type_, data + offset, 0))
-        rest = self._source.size - data - expected
-        self._check(rest <= 0, f"is corrupt: {rest:,} bytes follow the last tensor")
+        rest = held - data - expected
+        require(rest <= 0, f"{rest:,} bytes follow the last tensor")
         return found
 
     def _info(self) -> tuple[str, tuple[int, ...], Any, int]:
+        """A tensor's name, shape, type and place."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name, axes = self._string(), self._number("I")
-        self._check(
-            1 <= axes <= _MOST_AXES, f"is corrupt: tensor {name!r} has {axes} axes, must have 1 to {_MOST_AXES}"
-        )
+        require(1 <= axes <= 4, f"tensor {name!r} has {axes} axes, must have 1 to 4")
         shape = tuple(self._number("Q") for _ in range(axes))[::-1]
-        number, offset = self._number("I"), self._number("Q")
-        types = {each.value: each for each in GGMLQuantizationType}
-        self._check(number in types, f"is not supported: tensor {name!r} has the unknown type {number}")
-        type_ = types[number]
+        with explaining(f"tensor {name!r}", ValueError):
+            type_ = GGMLQuantizationType(self._number("I"))
         fits = all(0 < size < 2**31 for size in shape) and shape[-1] % GGML_QUANT_SIZES[type_][0] == 0
-        self._check(fits, f"is corrupt: tensor {name!r} has shape {list(shape)} in type {type_.name}")
-        return name, shape, type_, offset
+        require(fits, f"tensor {name!r} has shape {list(shape)} in type {type_.name}")
+        return name, shape, type_, self._number("Q")
 
-    def _value(self, kind: int, key: str) -> Any:
+    def _value(self, key: str) -> Any:
+        kind, count = self._number("I"), None
+        if kind == _ARRAY:
+            kind, count = self._number("I"), self._number("Q")
+        require(kind in (*_SCALARS, _STRING), f"key {key!r} has the unknown value type {kind}")
         if kind == _STRING:
-            return self._string()
-        if kind in _SCALARS:
-            value = self._number(_SCALARS[kind])
-            # Of float32 the shortest decimal, as config.json has it: 1e-5, not 9.999999747378752e-06.
-            return float(str(np.float32(value))) if kind == _FLOAT32 else value
-        self._check(kind == _ARRAY, f"is corrupt: key {key!r} has the unknown value type {kind}")
-        inner, count = self._number("I"), self._number("Q")
-        if inner == _STRING:
-            self._require(count, 8)
-            return [self._string() for _ in range(count)]
-        self._check(inner in _SCALARS, f"is corrupt: key {key!r} has an array of the value type {inner}")
-        dtype = np.dtype(_SCALARS[inner])
-        return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+            return self._string() if count is None else [self._string() for _ in range(count)]
+        if count is not None:
+            dtype = np.dtype(_SCALARS[kind])
+            return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+        value = self._number(_SCALARS[kind])
+        # Of float32 the shortest decimal, as config.json has it: 1e-5, not 9.999999747378752e-06.
+        return float(str(np.float32(value))) if kind == _FLOAT32 else value
 
     def _string(self) -> str:
-        text = self._take(self._number("Q"))
-        try:
-            return text.decode("utf-8")
-        except UnicodeDecodeError:
-            return self._check(False, f"is corrupt: the text that ends at byte {self._at:,} is not UTF-8")
+        return self._take(self._number("Q")).decode("utf-8")
 
     def _number(self, format_: str) -> Any:
         return struct.unpack("<" + format_, self._take(struct.calcsize("<" + format_)))[0]
 
-    def _require(self, count: int, size: int = 1) -> None:
-        """Raises ValueError unless the file goes on for `count` entries of at least `size` bytes."""
-        place = f"at byte {self._at:,} of {self._source.size:,} it announces {count:,} entries of {size} bytes"
-        self._check(count * size <= self._source.size - self._at, f"is truncated or corrupt: {place}")
-
     def _take(self, count: int) -> bytes:
-        self._require(count)
+        place = f"{count:,} bytes are announced at byte {self._at:,} of {self._source.size:,}"
+        require(count <= self._source.size - self._at, f"truncated or corrupt: {place}")
         first = self._at - self._start
         if first + count > len(self._buffer):
             self._start, first = self._at, 0
             self._buffer = self._source.read(self._at, max(count, _BUFFER)).tobytes()
         self._at += count
         return self._buffer[first : first + count]
-
-    def _check(self, ok: bool, reason: str) -> Any:
-        require(ok, f"{self._source.name} {reason}")
 
 
 def _stored_bytes(shape: tuple[int, ...], type_: Any) -> int:
