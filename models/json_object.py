@@ -13,6 +13,7 @@ from tca_jax.errors import UserError, explaining, require
 
 LFS_POINTER = "is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder"
 MOST = 2**31 - 1  # token ids, positions and sizes of axes are int32
+_SHOWN = 200  # characters of a value in a message
 _LFS = b"version https://git-lfs"
 
 
@@ -48,7 +49,9 @@ class Entries:
 
     def refuse(self, key: str, must: str) -> Any:
         """Raises ValueError with the entry and the allowed values."""
-        raise UserError(f"{self.name.format(key)} = {self.values.get(key)!r}: must be {must}")
+        value = repr(self.values.get(key))
+        shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+        raise UserError(f"{self.name.format(key)} = {shown}: must be {must}")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

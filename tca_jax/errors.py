@@ -42,8 +42,8 @@ def explaining(message: str, *kinds: type[BaseException], error: type[UserError]
         # A panic of Rust code is no Exception; a request to end the process is none either.
         if not isinstance(cause, kinds or Exception) and (kinds or type(cause).__name__ != "PanicException"):
             raise
-        reason = ["" if kinds else f"{type(cause).__name__}:", *str(cause).split()]
-        raise error(f"{message}: {' '.join(reason).strip()}") from cause
+        kind = "" if kinds or isinstance(cause, UserError) else f"{type(cause).__name__}:"
+        raise error(f"{message}: {' '.join([kind, *str(cause).split()]).strip()}") from cause
 
 
 def require_type(name: str, value: Any, allowed: type | tuple[type, ...], must: str) -> None:

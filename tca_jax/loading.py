@@ -199,8 +199,9 @@ def _open_gguf(file: Path) -> Checkpoint:
     from tca_jax.models.gguf_tokenizer import build_tokenizer, stop_token_ids  # imports tokenizers
 
     gguf = open_gguf(file)
-    config, tokenizer = gguf.config(), build_tokenizer(gguf.metadata, str(file))
-    return Checkpoint(file, file.name, config, tokenizer, stop_token_ids(gguf.metadata, str(file)))
+    config, remedy = gguf.config(), "convert the model again, or load it from a Hugging Face checkpoint"
+    with explaining(f"{file}: its tokenizer cannot be built; {remedy}"):
+        return Checkpoint(file, file.name, config, build_tokenizer(gguf.metadata), stop_token_ids(gguf.metadata))
 
 
 def check_dtype(dtype: Any) -> Any:

@@ -16,9 +16,9 @@ from tiny import CONFIG
 
 import tca_jax
 from tca_jax.errors import UserError
+from tca_jax.loading import open_checkpoint
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.gguf import find_gguf, open_gguf
-from tca_jax.models.gguf_tokenizer import build_tokenizer
 from tca_jax.models.params import load_checkpoint, save_decoder
 from tca_jax.models.rope import RopeConfig
 
@@ -292,9 +292,8 @@ def test_random_damage_is_refused_or_harmless(file, tmp_path, monkeypatch):
     def is_loaded():
         try:
             opened = open_gguf(path)
-            build_tokenizer(opened.metadata, str(path))
             with pytest.raises(Checked):
-                load_checkpoint(path, opened.config(), jnp.float32)
+                load_checkpoint(path, open_checkpoint(path).config, jnp.float32)
         except (UserError, FileNotFoundError) as error:
             if str(path) not in str(error):
                 raise

@@ -163,7 +163,7 @@ def special(metadata):
 @pytest.mark.parametrize("kind", SYNTHETIC)
 def test_ids_follow_llama_cpps_rule(kind):
     metadata = SYNTHETIC[kind]()
-    tokenizer, oracle = build_tokenizer(metadata, "a.gguf"), Oracle(metadata)
+    tokenizer, oracle = build_tokenizer(metadata), Oracle(metadata)
     strings = [*texts(500, special(metadata)), " unmade unmades", "", " ", "aaaaaaa"]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in strings]
     assert ids == [oracle(text) for text in strings]
@@ -175,12 +175,12 @@ def test_ids_follow_llama_cpps_rule(kind):
 def test_pre_tokenizers_differ_and_have_synonyms():
     metadata, text = of_bytes("default"), "12345(fox unmade"
     names = [*RULES, "llama3", "deepseek-r1-qwen"]
-    found = {pre: tuple(build_tokenizer(metadata | {f"{GGML}pre": pre}, "a")(text)["input_ids"]) for pre in names}
+    found = {pre: tuple(build_tokenizer(metadata | {f"{GGML}pre": pre})(text)["input_ids"]) for pre in names}
     assert len(set(found.values())) == len(RULES)
     assert (found["llama3"], found["deepseek-r1-qwen"]) == (found["llama-bpe"], found["qwen2"])
     nameless = {key: value for key, value in metadata.items() if key != f"{GGML}pre"}
-    with pytest.warns(UserWarning, match=r"a\.gguf: tokenizer\.ggml\.pre is missing"):
-        assert tuple(build_tokenizer(nameless, "a.gguf")(text)["input_ids"]) == found["default"]
+    with pytest.warns(UserWarning, match=r"tokenizer\.ggml\.pre is missing"):
+        assert tuple(build_tokenizer(nameless)(text)["input_ids"]) == found["default"]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_pre_tokenizers_differ_and_have_synonyms():
 )
 def test_first_and_last_tokens_follow_flags(kind, flags, first, last):
     metadata = SYNTHETIC[kind]() | {f"{GGML}add_{end}_token": value for end, value in flags.items()}
-    tokenizer = build_tokenizer({key: value for key, value in metadata.items() if value is not None}, "a")
+    tokenizer = build_tokenizer({key: value for key, value in metadata.items() if value is not None})
     ids, alone = tokenizer("fox")["input_ids"], tokenizer("fox", add_special_tokens=False)["input_ids"]
     assert ids == [tokenizer.bos_token_id] * first + alone + [tokenizer.eos_token_id] * last
     assert tokenizer.decode(ids, skip_special_tokens=True) == "fox"
@@ -204,7 +204,7 @@ def test_first_and_last_tokens_follow_flags(kind, flags, first, last):
 
 def test_special_tokens_and_chat_template():
     metadata = of_bytes("qwen2")
-    tokenizer = build_tokenizer(metadata | {f"{GGML}padding_token_id": 0}, "a")
+    tokenizer = build_tokenizer(metadata | {f"{GGML}padding_token_id": 0})
     ids = tokenizer("<|file_sep|>fox<tool> [PAD0]")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids)[0] == "<|file_sep|>"
     assert tokenizer.decode(ids, skip_special_tokens=True) == "fox<tool> [PAD0]"  # only control tokens are special
@@ -213,7 +213,7 @@ def test_special_tokens_and_chat_template():
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "fox"}], tokenize=False)
     assert chat == "<|im_start|>fox<|im_end|>"
     assert tokenizer.pad_token_id is None  # a word of text, which must not become special
-    padded = build_tokenizer(metadata | {f"{GGML}padding_token_id": metadata[f"{GGML}eos_token_id"]}, "a")
+    padded = build_tokenizer(metadata | {f"{GGML}padding_token_id": metadata[f"{GGML}eos_token_id"]})
     assert padded.pad_token_id == padded.eos_token_id == metadata[f"{GGML}eos_token_id"]
 
 
@@ -221,9 +221,9 @@ def test_stop_tokens_are_named_or_known():
     metadata = of_bytes("qwen2")
     tokens = metadata[f"{GGML}tokens"]
     known = [tokens.index(token) for token in ("<|im_end|>", "<|endoftext|>", "<|file_sep|>")]
-    assert stop_token_ids(metadata, "a") == tuple(known)
-    assert stop_token_ids(metadata | {f"{GGML}eot_token_id": 5}, "a") == (known[0], 5, *known[1:])
-    assert stop_token_ids(of_scores(), "a") == (2,)
+    assert stop_token_ids(metadata) == tuple(known)
+    assert stop_token_ids(metadata | {f"{GGML}eot_token_id": 5}) == (known[0], 5, *known[1:])
+    assert stop_token_ids(of_scores()) == (2,)
 
 
 @pytest.mark.parametrize(
@@ -232,12 +232,12 @@ def test_stop_tokens_are_named_or_known():
         ("qwen2", "model", "bert", "'bert': must be 'gpt2'"),
         ("qwen2", "pre", "tekken", "'tekken': must be one of default, smollm"),
         ("qwen2", "tokens", None, "is missing"),
-        ("qwen2", "tokens", ["a", "b", "a"], "'a': must be there once"),
+        ("qwen2", "tokens", ["a", "b", "a"], "'a'.* must be there once"),
         ("qwen2", "token_type", [1, 3], r"must be a list of \d+ numbers"),
-        ("qwen2", "merges", ["ab"], "'ab': must be two tokens"),
-        ("qwen2", "merges", ["a Ġunmade"], "must be two tokens that make a third"),
+        ("qwen2", "merges", ["ab"], "must be pairs of tokens"),
+        ("qwen2", "merges", ["a Ġunmade"], "must be pairs .*unmade"),
         ("qwen2", "eos_token_id", 9999, r"9999: must be a token id in \[0, \d+\)"),
-        ("qwen2", "eos_token_id", 2.5, r"2\.5: must be a token id"),
+        ("qwen2", "eos_token_id", 2.5, r"2\.5: must be an integer"),
         ("qwen2", "add_bos_token", 1, "1: must be true or false"),
         ("sentencepiece", "scores", [float("nan")] * 500, "must be a list of"),
         ("without a first token", "add_bos_token", True, r"True: must be false where there is no tokenizer\.ggml\.bos"),
@@ -246,5 +246,5 @@ def test_stop_tokens_are_named_or_known():
 def test_invalid_metadata_is_refused(kind, key, value, message):
     nameless = {"without a first token": lambda: of_bytes("llama-bpe") | {f"{GGML}bos_token_id": None}}
     metadata = (SYNTHETIC | nameless)[kind]() | {GGML + key: value}
-    with pytest.raises(UserError, match=rf"a\.gguf.*tokenizer\.ggml\.{key}.*{message}"):
-        build_tokenizer(metadata, "a.gguf")
+    with pytest.raises(UserError, match=rf"tokenizer\.ggml\.{key}.*{message}"):
+        build_tokenizer(metadata)
