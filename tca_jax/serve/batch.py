@@ -53,7 +53,6 @@ class Request:
     streamed: int = 0  # tokens of the answer that were handed out
     scheduled: int = 0  # tokens of the answer after all dispatched steps
     allowed: UInt8[np.ndarray, " W"] | None = None  # packed mask of the next token; None for all tokens
-    pins: bool = False  # whether it is a user of its parent, which then stays where it is
     arrival: int = 0  # order among all requests, and documents to be read
 
     @property
@@ -90,7 +89,7 @@ class Batch:
         #: Dispatched steps in their order: the packed output, and the rows.
         self.pending: list[tuple[jax.Array, tuple[Request | None, ...]]] = []
         self._calls = Calls()
-        self._state = self._empty()
+        self.restart()
 
     def _own_pages(self, document_tokens: int, own_tokens: int) -> tuple[int, int]:
         """Pages that a row after a document needs beside its pages, and how many of them for kept tokens of a head."""
@@ -98,20 +97,10 @@ class Batch:
         sizes = min(most, bucket_length(document_tokens)), min(most, bucket_length(own_tokens))
         return pages_of_forks(self._lm, 1, *sizes), max(self._lm.cache_layout(1, *sizes, following=True).kept_columns)
 
-    def _empty(self) -> DecodingState:
-        table = self._pool.empty_table(len(self.rows), self._widths, [np.zeros(0, np.int32)] * self._pool.devices)
-        state = pages.empty_state.run(self._bare_lm, rows=len(self.rows), stops=_MAX_STOPS)
-        return dataclasses.replace(state, cache=table)
-
     @property
     def requests(self) -> list[Request]:
         """Requests whose answers are written."""
         return [request for request in self.rows if request is not None and request.scheduled]
-
-    @property
-    def free_slot(self) -> int | None:
-        """A free row."""
-        return next((i for i, row in enumerate(self.rows[: self._max_rows]) if row is None), None)
 
     @property
     def has_masks(self) -> bool:
@@ -126,30 +115,35 @@ class Batch:
     @property
     def is_intact(self) -> bool:
         """Whether no failed program has consumed its arrays."""
-        return is_intact(self._state)
+        return is_intact((self._state, self._table))
 
     def restart(self) -> None:
         """Empties the batch; its tables stay as wide."""
         self.pending.clear()
-        self._state = self._empty()
+        self._state = pages.empty_state.run(self._bare_lm, rows=len(self.rows), stops=_MAX_STOPS)
+        nothing = [np.zeros(0, np.int32)] * self._pool.devices
+        self._table = self._pool.empty_table(len(self.rows), self._widths, nothing)
 
-    def begin(self, request: Request, slot: int) -> None:
-        """Gives a request a row that continues its document; the caller has checked that there are pages for it."""
+    def begin(self, request: Request) -> bool:
+        """Gives a request a row that continues its document; false without a free one, or enough pages."""
         count, _ = self.own_pages(len(request.parent.tokens), request.own_tokens)
         live = np.asarray([each is not None for each in self.rows])
+        if live[: self._max_rows].all() or count > self._pool.free_answers:
+            return False
         self._pool.reserved += count
-        request.reserved, request.slot, self.rows[slot] = count, slot, request
-        self._set_cache(pages.refresh.run(self._bare_lm, self._state.cache, self._pool.of_answers, live))
-        self._put(request, self.fork(request.parent, request.own_tokens, self._state.cache.free))
+        request.reserved, request.slot = count, int(np.argmin(live))
+        self.rows[request.slot] = request
+        self._table = pages.refresh.run(self._bare_lm, self._table, self._pool.of_answers, live)
+        self._put(request, self.fork(request.parent, request.own_tokens, self._table.free))
+        return True
 
     def fork(self, document: Document, own_tokens: int, free: FreePages) -> Rows:
         """The table of a row that continues a document on free pages."""
         pool, most = self._pool, len(document.tokens) + own_tokens
-        table: Any = document.table
         _, kept = self.own_pages(len(document.tokens), own_tokens)
-        self._widen(self._widths_of(table.columns + kept, most), table.widths)
-        given = pool.lend(None, free), pool.on_device(pool.widened(table, self._widths)), np.asarray([most], np.int32)
-        return pool.take_back(pages.fork.run(self._bare_lm, *given))
+        self._widen(self._widths_of(document.table.columns + kept, most), document.table.widths)
+        table = pool.in_pool(document.table, document.pages, self._widths)
+        return pool.take_back(pages.fork.run(self._bare_lm, pool.lend(None, free), table, np.asarray([most], np.int32)))
 
     def end(self, request: Request) -> None:
         """Gives back the row and the pages of a request; nothing where it has none."""
@@ -160,22 +154,17 @@ class Batch:
 
     def row_of(self, request: Request) -> Rows:
         """The table of a request's row."""
-        slot: Any = request.slot
-        return pages.row.run(self._bare_lm, bare(self._state.cache), np.int32(slot))
-
-    def _set_cache(self, cache: Rows) -> None:
-        self._state = dataclasses.replace(self._state, cache=cache)
+        return pages.row.run(self._bare_lm, bare(self._table), np.int32(request.slot or 0))
 
     def _put(self, request: Request, row: Rows) -> None:
-        slot: Any = request.slot
-        self._set_cache(pages.put.run(self._bare_lm, bare(self._state.cache), row, np.int32(slot)))
+        self._table = pages.put.run(self._bare_lm, bare(self._table), row, np.int32(request.slot or 0))
 
     def feed_next(self, request: Request) -> None:
         """Feeds a piece of a request's tokens."""
         if not request.new:
             request.logits = request.parent.logits
             return
-        row = dataclasses.replace(self.row_of(request), free=self._state.cache.free)
+        row = dataclasses.replace(self.row_of(request), free=self._table.free)
         row, request.logits, count = self.feed(
             row, request.new[request.fed :], len(request.parent.tokens) + request.fed
         )
@@ -197,8 +186,7 @@ class Batch:
         config, vocabulary = request.stream.config, self._lm.config.vocab_size
         request.scheduled = 1
         self._fit()
-        cache, seen, allowed = self._state.cache, None, None
-        state = dataclasses.replace(self._state, cache=None)  # type: ignore[arg-type]
+        state, seen, allowed = self._state, None, None
         if state.seen is not None:
             seen, allowed = np.zeros((1, vocabulary), bool), self._allowed([request])
             seen[0, request.tokens] = True
@@ -209,8 +197,8 @@ class Batch:
         fields["lengths"] = np.asarray([len(request.tokens)], np.int32)
         fields["min_new_tokens"] = np.asarray([config.min_new_tokens], np.int32)
         drawing = np.int32(request.slot or 0), request.logits, fields, self._sampling([request]), allowed
-        state, output = pages.admit.run(self._bare_lm, state, *drawing)
-        self._state, request.logits = dataclasses.replace(state, cache=cache), None
+        self._state, output = pages.admit.run(self._bare_lm, state, *drawing)
+        request.logits = None
         self.pending = [(output, tuple(self.rows))]  # it has the tokens of the step before, too
 
     def dispatch(self) -> None:
@@ -223,10 +211,11 @@ class Batch:
             request.scheduled += 1
         limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
-        state = dataclasses.replace(self._state, cache=self._pool.lend(self._state.cache))
+        state = dataclasses.replace(self._state, cache=self._pool.lend(self._table))
         arguments = state, limit, sampling, allowed
         state, output = self._step_program(arguments, evicts)(self._program_lm, *arguments)
-        self._state = dataclasses.replace(state, cache=self._pool.take_back(state.cache))
+        self._table = self._pool.take_back(state.cache)
+        self._state = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
         self.pending.append((output, tuple(self.rows)))
 
     def wait(self) -> list[tuple[Request, int, bool, bool]]:
@@ -263,7 +252,7 @@ class Batch:
         """The program of these arguments, keyed by the few shapes that change: comparing all is as slow as a step."""
         state = arguments[0]
         top = None if state.top is None else state.top[0].shape
-        key = state.cache.widths, state.seen is None, top, state.stop_tokens.shape
+        key = self._widths, state.seen is None, top, state.stop_tokens.shape
         if key not in self._step_programs:
             if len(self._step_programs) == _MAX_STEP_PROGRAMS:
                 self._step_programs.clear()
@@ -314,8 +303,8 @@ class Batch:
     def _widen(self, *wanted: Widths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""
         self._widths = Widths(*map(max, self._widths, *wanted))
-        if self._widths != (cache := self._state.cache).widths:
-            self._set_cache(pages.widen.run(self._bare_lm, cache, widths=self._widths, pages=self._pool.total))
+        if self._widths != self._table.widths:
+            self._table = pages.widen.run(self._bare_lm, self._table, widths=self._widths, pages=self._pool.total)
 
     def _sampling(self, requests: Sequence[Request | None]) -> Sampling:
         """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -12,7 +11,6 @@ import json
 import logging
 import math
 import shutil
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,11 +25,11 @@ import numpy as np
 from tca_jax.engine.contexts import Context, identity_of
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.pages import FreePages, Numbers, Rows
+from tca_jax.engine.pages import Numbers, Rows
 from tca_jax.errors import UserError, require
 from tca_jax.files import replacing
 from tca_jax.serve import pages
-from tca_jax.serve.pages import PagePool, bare
+from tca_jax.serve.pages import PagePool
 
 _CHUNK_BYTES = 64 * 2**20  # of keys and values that move at once
 _ENTRY, _CONTEXT = "document.json", "context"  # in the folder of a document
@@ -54,9 +52,9 @@ class Document:
     attended_share: float | None = None  # see `tca_jax.Stats`; None until it is read
     created: float = dataclasses.field(default_factory=time.time)  # seconds since the epoch
     error: Exception | None = None  # why it could not be read
-    table: Rows | None = None  # of one row, on the host, without pool; None until it was read
-    pages: Numbers | None = None  # that the table names, in the order of `chunks`; None until it was read
-    here: bool = False  # whether it has these pages on the device
+    table: Any = None  # `Rows` of one, see `PagePool.numbered`; None until it was read
+    pages: Numbers = dataclasses.field(default_factory=list)  # that the table's numbers stand for, on the device
+    here: bool = False  # whether it has these pages
     arriving: list[Rows] | None = None  # copies of `chunks` on their way there
     chunks: list[Rows] | None = None  # its keys and values in host memory; None where they are not there
     logits: np.ndarray | None = None  # of the token after it, float32 [1, V]; not of named ones
@@ -64,8 +62,7 @@ class Document:
     unstored: BaseException | None = None  # why it could not be stored
     loading: Future[Context] | None = None  # from disk
     arrival: int = 0  # order among all requests
-    users: int = 0  # requests, and documents to be read, that need its pages
-    pins: bool = False  # whether it is a user of its parent
+    users: set[Any] = dataclasses.field(default_factory=set)  # requests, and documents to be read, for which it stays
 
     @property
     def state(self) -> State:
@@ -79,7 +76,7 @@ class Document:
     @property
     def num_pages(self) -> int:
         """Its pages, on the device that has most of them."""
-        return max(map(len, self.pages or []), default=0)
+        return max(map(len, self.pages), default=0)
 
     @property
     def problem(self) -> BaseException | None:
@@ -90,8 +87,7 @@ class Document:
 class Documents:
     """All documents of an engine, and their pages. Only the engine's thread changes it.
 
-    `unread` are documents to be read, maybe once more. `failures` are documents that could not be moved to the device,
-    with the error; the caller takes them out.
+    `unread` are documents to be read, maybe once more.
     """
 
     def __init__(self, lm: LM, pool: PagePool, host_bytes: int, storage: Storage | None) -> None:
@@ -101,7 +97,6 @@ class Documents:
         self._moving: list[Document] = []  # to the device
         self._loading: list[Document] = []  # from disk
         self.unread: list[Document] = []
-        self.failures: list[tuple[Document, Exception]] = []
         self._unstored: collections.deque[Document] = collections.deque()
         self._writing: tuple[Document, Future[None]] | None = None
         identity = identity_of(lm)
@@ -143,7 +138,7 @@ class Documents:
             document.parent = self.usable(ids[0]) or self.usable(ids[1])
             if document.parent is None:
                 document.parent = Document(ids[1], tokens, parts, named=False, arrival=document.arrival)
-                pin(document)
+                document.parent.users.add(document)
                 self.add(document.parent)
         return document.parent
 
@@ -168,14 +163,18 @@ class Documents:
         """Marks a document as failed. Its pages are freed; a named one stays listed."""
         document.error = error
         self._release(document)
-        unpin(document)
-        document.chunks = document.parent = None
-        document.storing = False
+        self._leave_parent(document)
+        document.chunks, document.storing = None, False
         if not document.named and self.by_id.get(document.id) is document:
             del self.by_id[document.id]
 
+    def _leave_parent(self, document: Document) -> None:
+        if document.parent is not None:
+            document.parent.users.discard(document)
+        document.parent = None
+
     def _release(self, document: Document) -> None:
-        if document.here and document.pages is not None:
+        if document.here:
             self.pool.allocator.release(document.pages)
         document.here, document.arriving = False, None
 
@@ -193,10 +192,10 @@ class Documents:
                     self._gone(document)
         return self.pool.allocator.free >= pages
 
-    def may_leave(self, own: Document | None) -> bool:
-        """Whether a document may leave the device later: it has other users than that of `own`, or is being stored."""
+    def may_leave(self, user: Any) -> bool:
+        """Whether a document may leave the device later: it has other users than this one, or is being stored."""
         here = [each for each in self.all() if each.here]
-        return any(each.state == "moving" or each.storing or each.users > (each is own) for each in here)
+        return any(each.state == "moving" or each.storing or each.users - {user} for each in here)
 
     def renew(self) -> None:
         """Replaces the pool that a failed program has consumed; documents without another copy are read again."""
@@ -205,34 +204,38 @@ class Documents:
                 self._gone(document)
         self.pool.renew()
 
-    def enter(self, document: Document, table: Rows, attended_share: float | None) -> None:
-        """Enters a document of a row of the pool, whose table is on the host; it counts as a use of its pages."""
-        table = self.pool.exact(table)
-        numbers = self.pool.named(table)
-        self.pool.keep(numbers)
-        self._entered(document, table, numbers, attended_share)
-        document.here = True  # last: who sees that waits for `storing`
-
-    def enter_row(self, document: Document, attended_share: float | None, table: Rows) -> bool:
-        """Enters a document of a row of the batch, unless it lacks pages to exchange for those of the row."""
-        own, _ = self.pool.split(self.pool.named(self.pool.exact(table)))
+    def enter(self, document: Document, row: Rows, attended_share: float | None) -> bool:
+        """Enters a document of a row of the pool; not without pages in exchange for those that answers gave."""
+        table, numbers = self.pool.numbered(row, self.pool.total)
+        own, others = self.pool.split(numbers)
         if not self.make_room(max(map(len, own))):
             return False
-        self.enter(document, table, attended_share)
-        self.by_id[document.id] = document
+        self.pool.keep(own, others)
+        self._entered(document, table, numbers, attended_share)
+        document.here = True  # last: who sees that waits for `storing`
         return True
 
-    def enter_context(self, document: Document, rows: Rows, attended_share: float) -> None:
-        """Enters a document of a context of one row in host memory."""
-        table, numbers, chunks = _chunks_of(self.pool, rows, self._chunk)
+    def enter_context(self, document: Document, row: Rows, attended_share: float) -> None:
+        """Enters a document of a row in host memory, which has a pool of its own."""
+        table, numbers = self.pool.numbered(row, row.num_pages)
         self._entered(document, table, numbers, attended_share)
-        document.chunks = chunks
+
+        def chunk(part: np.ndarray, x: np.ndarray) -> np.ndarray:
+            devices = zip(x[0] if self.pool.on_mesh else x[None], part, strict=True)
+            found = [own.take(of_device, axis=0, mode="clip") for own, of_device in devices]
+            return np.stack(found)[None] if self.pool.on_mesh else found[0]
+
+        chunks = [
+            jax.tree.map(functools.partial(chunk, self.pool.padded(part, self._chunk)), (row.k, row.v))
+            for part in self._parts(numbers)
+        ]
+        document.chunks = [dataclasses.replace(self.pool.arrays, k=k, v=v) for k, v in chunks]
 
     def _entered(self, document: Document, table: Rows, numbers: Numbers, attended_share: float | None) -> None:
         document.table, document.pages, document.attended_share = table, numbers, attended_share
         document.num_bytes = document.num_pages * self.pool.page_bytes
-        unpin(document)
-        document.parent = None
+        self.by_id[document.id] = document
+        self._leave_parent(document)
         if self._storage is not None and document.named and not document.stored:
             document.storing, document.unstored = True, None
             self._unstored.append(document)
@@ -269,7 +272,7 @@ class Documents:
 
     def _copies(self, document: Document) -> list[Rows]:
         """Starts copies of a document's pages to host memory."""
-        free = [self.pool.free_pages(part, self._chunk) for part in self._parts(document.pages or [])]
+        free = [self.pool.free_pages(part, self._chunk) for part in self._parts(document.pages)]
         put = functools.partial(jax.tree.map, lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
         return [put(pages.fetch_pages.run(self._bare_lm, self.pool.lend(None, part))) for part in free]
 
@@ -279,14 +282,10 @@ class Documents:
 
     def bring(self, document: Document) -> None:
         """Starts to move a document from host memory to the device, which has room for it."""
-        table: Any = document.table
-        chunks: Any = document.chunks
-        old: Any = document.pages
-        new = self.pool.allocator.take(list(map(len, old)))
-        document.table, document.pages = self.pool.renumbered(table, old, new), new
+        document.pages = self.pool.allocator.take(list(map(len, document.pages)))
         document.arriving, document.here = [], True
         try:
-            document.arriving = jax.tree.map(_to_device, chunks)
+            document.arriving = jax.tree.map(_to_device, document.chunks)
         except Exception:
             document.chunks = None  # it may be what is wrong
             self._gone(document)
@@ -294,26 +293,33 @@ class Documents:
         self._moving.append(document)
         self._free_host(0)
 
-    def move(self) -> bool:
-        """Enters documents that have come from disk, and pages that have come to the device; whether others are to."""
+    def move(self) -> list[tuple[Document, Exception]]:
+        """Enters documents that have come from disk, and pages that have come to the device.
+
+        Returns documents that could not be moved, with the error.
+        """
+        failures: list[tuple[Document, Exception]] = []
         for document in [each for each in self._loading if each.loading is not None and each.loading.done()]:
             self._loading.remove(document)
-            self._loaded(document)
+            try:
+                self._loaded(document)
+            except MemoryError as error:
+                failures.append((document, error))
         for document in self._moving:
             try:
                 self._place(document)
             except Exception as error:
                 document.chunks = None
                 self._gone(document)
-                self.failures.append((document, error))
+                failures.append((document, error))
         self._moving = [each for each in self._moving if each.arriving is not None]
-        return bool(self._moving or self._loading)
+        return failures
 
     def _place(self, document: Document) -> None:
         """Writes a document's pages to the pool once all have arrived; not where it was forgotten meanwhile."""
         chunks: Any = document.arriving
         if chunks is not None and all(x.is_ready() for x in jax.tree.leaves(chunks)):
-            for numbers, chunk in zip(self._parts(document.pages or []), chunks, strict=True):
+            for numbers, chunk in zip(self._parts(document.pages), chunks, strict=True):
                 to = self.pool.lend(None, self.pool.free_pages(numbers, self._chunk))
                 self.pool.take_back(pages.place_pages.run(self._bare_lm, to, chunk))
             document.arriving = None
@@ -337,43 +343,70 @@ class Documents:
             require(context.token_ids() == document.tokens, "it holds other tokens")
             self.enter_context(document, context.rows, float(np.asarray(context.attended_share)[0]))
             self._free_host(0, but=document)
-        except MemoryError as error:
-            self.failures.append((document, error))
+        except MemoryError:
+            raise
         except Exception as error:
             _log.warning("ignoring damaged document %s: %s", document.id, error)
             document.stored = False
             self.fail(document, UserError(f"document {document.id!r} is damaged on disk; upload it again"))
 
     def store(self) -> bool:
-        """Starts to store the next document, one at a time (each needs a host copy); whether any is left."""
+        """Starts to store the next document, one at a time: each needs a host copy. Whether any is stored or moves."""
         if self._writing is not None and self._writing[1].done():
-            self._stored(self._writing[0], self._writing[1].exception())
+            document, written = self._writing
             self._writing = None
+            self._stored(document, written.exception())
         while self._unstored and self._writing is None:
             document = self._unstored.popleft()
-            if not document.storing or document.state == "waiting":  # it is stored when it is read again
-                continue
-            try:
-                as_now = copy.copy(document)  # another thread reads it, and it may move
-                as_now.chunks = document.chunks or self._copies(document)
-                make = functools.partial(_context_of, self._lm, self.pool, as_now)
-                storage: Any = self._storage
-                self._writing = document, storage.store(document, make)
-            except Exception as error:
-                self._stored(document, error)
-        return self._writing is not None
+            if document.storing and document.state != "waiting":  # that one is stored when it is read again
+                try:
+                    make = functools.partial(self._context_of, document, document.chunks or self._copies(document))
+                    storage: Any = self._storage
+                    self._writing = document, storage.store(document, make)
+                except Exception as error:
+                    self._stored(document, error)
+        return bool(self._writing or self._moving or self._loading)
 
     def _stored(self, document: Document, error: BaseException | None) -> None:
-        if document.storing:  # else it was forgotten
+        storage: Any = self._storage
+        if document.storing and error is None:
+            try:
+                storage.publish(document)
+            except OSError as full:
+                error = full
+        if error is not None or not document.storing:  # it was forgotten
+            storage.clear(document)
+        if document.storing:
             document.stored, document.unstored, document.storing = error is None, error, False
             if error is not None:
                 _log.warning("document %s is not stored: %s", document.id, error)
 
+    def _context_of(self, document: Document, chunks: list[Rows]) -> Context:
+        """The context of a document of these copies."""
+        axis, pages = 2 if self.pool.on_mesh else 0, np.arange(document.num_pages)
+
+        def joined(*parts: Any) -> np.ndarray:
+            return np.concatenate([np.asarray(on_host(x)) for x in parts], axis=axis).take(pages, axis=axis)
+
+        k, v = jax.tree.map(joined, *[(chunk.k, chunk.v) for chunk in chunks])
+        return Context(
+            rows=dataclasses.replace(document.table, k=k, v=v, in_runs=True),
+            tokens=jnp.asarray([document.tokens], jnp.int32),
+            lengths=jnp.asarray([len(document.tokens)], jnp.int32),
+            attended_share=jnp.asarray([document.attended_share], jnp.float32),
+            compile_seconds=0.0,
+            prefill_seconds=0.0,
+            window=self._lm.method.cache.window,
+            shards=self._lm.head_shards,
+            identity=identity_of(self._lm),
+        )
+
     def close(self) -> None:
         """Stores all documents that are not stored yet."""
-        while self.store():
-            if self._writing is not None:
-                wait([self._writing[1]])
+        self.store()
+        while self._writing is not None:
+            wait([self._writing[1]])
+            self.store()
         if self._storage is not None:
             self._storage.close()
 
@@ -381,7 +414,7 @@ class Documents:
 class Storage:
     """A folder of documents of at most `max_bytes`. One engine owns it, and its thread calls all methods.
 
-    Each document is a folder with a saved context and an entry, which is renamed into place last.
+    Each document is a folder with a saved context and, from `publish` on, an entry.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
@@ -391,7 +424,6 @@ class Storage:
                 shutil.rmtree(each, ignore_errors=True)
         self._folder, self._max_bytes = folder, math.inf if max_bytes is None else max_bytes
         self._writer, self._reader = (ThreadPoolExecutor(1, f"tca-jax-{name}") for name in ("write", "read"))
-        self._lock = threading.Lock()  # of entries
 
     def documents(self) -> list[Document]:
         """Stored documents, oldest first. A damaged entry is skipped, with a line in the log."""
@@ -408,44 +440,37 @@ class Storage:
         return sorted(found, key=lambda document: document.created)
 
     def store(self, document: Document, make: Callable[[], Context]) -> Future[None]:
-        """Writes a document in another thread, which creates its context by `make`.
+        """Writes the context that `make` creates, in another thread. An OSError of the future: the folder is full."""
+        return self._writer.submit(self._write, self._folder / document.id, document.num_bytes, make)
 
-        It is published if it is still to be stored then. The future fails with an OSError where the folder is full.
-        """
-        return self._writer.submit(self._write, document, make)
-
-    def _write(self, document: Document, make: Callable[[], Context]) -> None:
-        folder, held, published = self._folder / document.id, 0, False
+    def _write(self, folder: Path, num_bytes: int, make: Callable[[], Context]) -> None:
+        held = 0
         for file in self._folder.rglob("*"):
             with contextlib.suppress(FileNotFoundError):  # it has just been removed
                 held += file.stat().st_size
-        need = f"a document of {document.num_bytes / 1e9:,.2f} GB does not fit"
+        need = f"a document of {num_bytes / 1e9:,.2f} GB does not fit"
         used = f"{self._folder} holds {held / 1e9:,.2f} of at most {self._max_bytes / 1e9:,.2f} GB"
-        require(held + document.num_bytes <= self._max_bytes, f"{used}: {need}", OSError)
-        try:
-            (folder / _ENTRY).unlink(missing_ok=True)  # of a damaged one
-            make().save(folder / _CONTEXT)
-            entry = {name: getattr(document, name) for name in ("tokens", "parts", "created")}
-            with self._lock:
-                if document.storing:
-                    with replacing(folder / _ENTRY) as file:
-                        file.write_text(json.dumps(entry))
-                    published = True
-        finally:
-            if not published:
-                shutil.rmtree(folder, ignore_errors=True)
+        require(held + num_bytes <= self._max_bytes, f"{used}: {need}", OSError)
+        make().save(folder / _CONTEXT)
+
+    def publish(self, document: Document) -> None:
+        """Writes the entry of a document whose context has been written."""
+        with replacing(self._folder / document.id / _ENTRY) as file:
+            file.write_text(json.dumps({name: getattr(document, name) for name in ("tokens", "parts", "created")}))
 
     def load(self, id_: str) -> Future[Context]:
         """Reads a stored document to host memory, in another thread."""
         return self._reader.submit(Context.load, self._folder / id_ / _CONTEXT)
 
     def remove(self, document: Document) -> None:
-        """Removes a document at once; another thread frees its bytes. OSError if it cannot be removed."""
-        folder = self._folder / document.id
-        with self._lock:
-            (folder / _ENTRY).unlink(missing_ok=True)
-            document.stored = False
-        self._writer.submit(shutil.rmtree, folder, ignore_errors=True)
+        """Removes a document at once. OSError if it cannot be removed."""
+        (self._folder / document.id / _ENTRY).unlink(missing_ok=True)
+        document.stored = False
+        self.clear(document)
+
+    def clear(self, document: Document) -> None:
+        """Has another thread free the bytes of a document, after what is being written."""
+        self._writer.submit(shutil.rmtree, self._folder / document.id, ignore_errors=True)
 
     def close(self) -> None:
         """Waits for documents that are being written."""
@@ -453,64 +478,10 @@ class Storage:
         self._reader.shutdown(cancel_futures=True)
 
 
-def _context_of(lm: LM, pool: PagePool, document: Document) -> Context:
-    """The context of a document in host memory."""
-    table: Any = document.table
-    axis, counts = 2 if pool.on_mesh else 0, list(map(len, document.pages or []))
-    most = max(counts)
-
-    def joined(*parts: Any) -> np.ndarray:
-        return np.concatenate([np.asarray(on_host(x)) for x in parts], axis=axis).take(np.arange(most), axis=axis)
-
-    k, v = jax.tree.map(joined, *[(chunk.k, chunk.v) for chunk in document.chunks or []])
-    table = pool.renumbered(table, document.pages or [], [np.arange(count, dtype=np.int32) for count in counts], most)
-    lead = table.start.shape[:-1]
-    free: Any = FreePages(np.zeros((*lead, 0), np.int32), np.zeros(lead, np.int32))  # type: ignore[arg-type]
-    return Context(
-        rows=dataclasses.replace(table, k=k, v=v, free=free, in_runs=True),
-        tokens=jnp.asarray([document.tokens], jnp.int32),
-        lengths=jnp.asarray([len(document.tokens)], jnp.int32),
-        attended_share=jnp.asarray([document.attended_share], jnp.float32),
-        compile_seconds=0.0,
-        prefill_seconds=0.0,
-        window=lm.method.cache.window,
-        shards=lm.head_shards,
-        identity=identity_of(lm),
-    )
-
-
-def _chunks_of(pool: PagePool, rows: Rows, size: int) -> tuple[Rows, Numbers, list[Rows]]:
-    """The table of a context of one row on the host, the numbers of its pages, and these pages by `size`."""
-    table = dataclasses.replace(bare(rows), in_runs=False)
-    named = pool.named(pool.exact(table), rows.num_pages)
-    numbers = [np.arange(len(own), dtype=np.int32) for own in named]
-
-    def chunk(first: int, x: np.ndarray) -> np.ndarray:
-        parts = []
-        for own, of_device in zip(x[0] if pool.on_mesh else x[None], named, strict=True):
-            picked = own[of_device[first : first + size]]
-            parts.append(np.pad(picked, ((0, size - len(picked)), *((0, 0),) * (picked.ndim - 1))))
-        return np.stack(parts)[None] if pool.on_mesh else parts[0]
-
-    chunks = []
-    for first in range(0, max(map(len, named)), size):
-        k, v = jax.tree.map(functools.partial(chunk, first), (rows.k, rows.v))
-        chunks.append(dataclasses.replace(pool.arrays, k=k, v=v))
-    return pool.exact(pool.renumbered(table, named, numbers)), numbers, chunks
-
-
-def pin(user: Any) -> None:
-    """Keeps the parent of a request, or of a document to be read, where it is."""
-    user.parent.users += not user.pins
-    user.pins = True
-
-
-def unpin(user: Any) -> None:
-    """Undoes `pin`."""
-    if user.pins:
-        user.parent.users -= 1
-        user.pins = False
-
-
 def _to_device(x: Any) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind("device") if isinstance(x, jax.Array) else None)
+
+
+def pins(user: Any) -> bool:
+    """Whether the parent of a request, or of a document to be read, stays where it is for it."""
+    return user.parent is not None and user in user.parent.users

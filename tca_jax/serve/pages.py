@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -49,7 +50,6 @@ class PagePool:
         self.of_answers = np.zeros((self.devices, self.total), bool)
         for device, numbers in enumerate(self.allocator.take(answers)):
             self.of_answers[device, numbers] = True
-        self._no_bytes: Any = np.zeros((self.total, self.block_size, 0))  # the pool's size, for tables of the host
         self.arrays: Any = None
         self.renew()
 
@@ -73,12 +73,16 @@ class PagePool:
         self.arrays = dataclasses.replace(self.arrays, k=rows.k, v=rows.v)
         return dataclasses.replace(rows, **_NO_POOL)
 
-    def free_pages(self, numbers: Numbers, count: int) -> FreePages:
-        """Pages that a program may take, in `count` places."""
+    def padded(self, numbers: Numbers, count: int) -> np.ndarray:
+        """Pages of each device in `count` places."""
         padded = np.full((self.devices, count), self.total, np.int32)
         for own, of_device in zip(padded, numbers, strict=True):
             own[: len(of_device)] = of_device
-        free: Any = padded, np.zeros(self.devices, np.int32)
+        return padded
+
+    def free_pages(self, numbers: Numbers, count: int) -> FreePages:
+        """Pages that a program may take, in `count` places."""
+        free: Any = self.padded(numbers, count), np.zeros(self.devices, np.int32)
         return self.on_device(FreePages(*(x[None] if self.on_mesh else x[0] for x in free)))
 
     def empty_table(self, rows: int, widths: Widths, free: Numbers) -> Rows:
@@ -88,13 +92,11 @@ class PagePool:
 
     def split(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
         """The pages of answers among these, and the others."""
-        which = [of_device[own] for of_device, own in zip(self.of_answers, numbers, strict=True)]
-        pairs = list(zip(numbers, which, strict=True))
+        pairs = [(own, of_device[own]) for of_device, own in zip(self.of_answers, numbers, strict=True)]
         return [own[inside] for own, inside in pairs], [own[~inside] for own, inside in pairs]
 
-    def keep(self, numbers: Numbers) -> None:
-        """Counts a use of pages for a document; answers get free ones in exchange for theirs."""
-        own, others = self.split(numbers)
+    def keep(self, own: Numbers, others: Numbers) -> None:
+        """Counts a use of pages for a document; answers get free ones in exchange for their own."""
         self.allocator.share(others)
         for of_device, given, taken in zip(self.of_answers, own, self.allocator.take(list(map(len, own))), strict=True):
             of_device[given], of_device[taken] = False, True
@@ -105,43 +107,39 @@ class PagePool:
         put = jnp.asarray if mesh is None else functools.partial(place, CACHES, mesh=mesh)
         return jax.tree.map(lambda x: put(np.array(x)), table)  # copies, which programs may overwrite
 
-    def exact(self, table: Rows) -> Rows:
-        """A row's table, on the host, that names only pages which hold tokens."""
-        b, held = self.block_size, (np.asarray(table.length) - table.start)[..., None, :, None, None]
-        kept, window = np.split(np.asarray(table.pages), [table.columns], axis=-1)
-        window = np.where(np.arange(window.shape[-1]) * b < held, window, self.total)
-        pages: Any = np.concatenate([kept[..., : cdiv(int(np.max(table.kept)), b)], window], axis=-1)
-        return dataclasses.replace(table, pages=pages.astype(np.int32))
+    def numbered(self, rows: Rows, none: int) -> tuple[Rows, Numbers]:
+        """A row's table on the host whose pages are those that hold tokens, numbered from 0; and their numbers until
+        now, on each device. Numbers from `none` on are no pages."""
+        b, held = self.block_size, (np.asarray(rows.length) - rows.start)[..., None, :, None, None]
+        kept, window = np.split(np.asarray(rows.pages), [rows.columns], axis=-1)
+        window = np.where(np.arange(window.shape[-1]) * b < held, window, none)
+        named: Any = np.concatenate([kept[..., : cdiv(int(np.max(rows.kept)), b)], window], axis=-1)
+        table = dataclasses.replace(bare(rows), pages=named, in_runs=False)
+        numbers, lookups = [], np.zeros((self.devices, none + 1), np.int32)
+        for each in [table.pages] if table.scored is None else [table.pages, table.scored.pages]:
+            for lookup, of_device in zip(lookups, each.reshape(self.devices, -1), strict=True):
+                lookup[np.minimum(of_device, none)] = 1
+        numbers = [np.flatnonzero(lookup[:-1]).astype(np.int32) for lookup in lookups]
+        for lookup, own in zip(lookups, numbers, strict=True):
+            lookup[:], lookup[own] = max(map(len, numbers)), np.arange(len(own))
+        return _renumbered(table, lookups), numbers
 
-    def widened(self, table: Rows, widths: Widths) -> Rows:
-        """A table of the host with these numbers of entries, so that documents of all lengths share programs."""
-        return bare(dataclasses.replace(table, k=self._no_bytes).with_widths(widths))
+    def in_pool(self, table: Rows, numbers: Numbers, widths: Widths) -> Rows:
+        """A table from `numbered` whose pages have these numbers in the pool, of so many entries that documents of all
+        lengths share programs."""
+        table = _renumbered(table, [np.append(own, np.int32(self.total)) for own in numbers])
+        return self.on_device(_widen(self._lm, table, widths=widths, pages=self.total))
 
-    def named(self, table: Rows, none: int | None = None) -> Numbers:
-        """Pages that a table of the host names, on each device; numbers from `none` on are no pages."""
-        none, found = self.total if none is None else none, []
-        tables = [table.pages] if table.scored is None else [table.pages, table.scored.pages]
-        for at in np.ndindex(*table.start.shape[:-1]):
-            named = np.zeros(none + 1, bool)
-            for each in tables:
-                named[np.minimum(each[at], none)] = True
-            found.append(np.flatnonzero(named[:-1]).astype(np.int32))
-        return found
 
-    def renumbered(self, table: Rows, old: Numbers, new: Numbers, none: int | None = None) -> Rows:
-        """A table of the host whose pages have new numbers; `none` stands for no page, the pool's own by default."""
-        none = self.total if none is None else none
+def _renumbered(table: Rows, lookups: Sequence[np.ndarray] | np.ndarray) -> Rows:
+    """A table of the host with other numbers, on each device: its own are places in a lookup, later ones the last."""
 
-        def changed(x: Any) -> Any:
-            out = np.full(x.shape, none, np.int32)
-            for at, before, after in zip(np.ndindex(*table.start.shape[:-1]), old, new, strict=True):
-                lookup = np.full(int(before.max()) + 2, none, np.int32)
-                lookup[before] = after
-                out[at] = lookup[np.minimum(x[at], len(lookup) - 1)]
-            return out
+    def changed(x: Any) -> Any:
+        devices = zip(lookups, x.reshape(len(lookups), -1), strict=True)
+        return np.stack([new[np.minimum(old, len(new) - 1)] for new, old in devices]).reshape(x.shape)
 
-        scored = None if table.scored is None else table.scored._replace(pages=changed(table.scored.pages))
-        return dataclasses.replace(table, pages=changed(table.pages), scored=scored)
+    scored = None if table.scored is None else table.scored._replace(pages=changed(table.scored.pages))
+    return dataclasses.replace(table, pages=changed(table.pages), scored=scored)
 
 
 def bare(table: Rows) -> Rows:
@@ -208,7 +206,7 @@ def _row_axis(x: Array) -> int:
 
 
 def _widen(lm: LM, table: Rows, *, widths: Widths, pages: int) -> Rows:
-    no_bytes: Any = jnp.zeros((pages, lm.method.cache.block_size, 0))
+    no_bytes: Any = np.zeros((pages, lm.method.cache.block_size, 0))  # the pool's size
     return dataclasses.replace(dataclasses.replace(table, k=no_bytes).with_widths(widths), **_NO_POOL)
 
 

@@ -25,7 +25,7 @@ from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import shapes_of
 from tca_jax.serve.batch import Batch, Request, is_intact
 from tca_jax.serve.constraints import packed_mask
-from tca_jax.serve.documents import Document, Documents, pin, unpin
+from tca_jax.serve.documents import Document, Documents, pins
 from tca_jax.serve.pages import bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
@@ -86,7 +86,7 @@ class Scheduler:
         """Adds a request."""
         request.arrival = next(self._arrivals)
         if not request.parent.named:
-            pin(request)
+            request.parent.users.add(request)
         self._waiting.append(request)
 
     def cancel(self, stream: Stream) -> None:
@@ -101,32 +101,22 @@ class Scheduler:
         `is_called`: whether calls of other threads wait for the end of the round.
         """
         documents = self._documents
-        under_way = documents.move()
-        while documents.failures:
-            document, error = documents.failures.pop(0)
+        for document, error in documents.move():
             for request in [each for each in self._waiting if each.parent is document and each.slot is None]:
                 self._fail(request, error)
             self._recover(error)
-        under_way |= documents.store()
+        under_way = documents.store()
         worked, self._no_pages, self._no_rows = False, False, False
         waiting: list[Document | Request] = [*documents.to_be_read(), *self._waiting]
         for each in sorted(waiting, key=lambda each: each.arrival):
             with self._failing(each):
                 worked |= self._begin_reading(each) if isinstance(each, Document) else self._proceed(each)
-        try:
+        with self._failing(*self._prefiller.current):
             worked |= self._prefiller.read_on()
-        except Exception as error:
-            self._recover(error)
-            worked = True
-        if self._batch.requests:
-            worked = True
-            try:
+        if requests := self._batch.requests:
+            with self._failing(*requests):
                 self._step(is_called)
-            except Exception as error:
-                self._recover(error)
-                for request in self._batch.requests:
-                    self._fail(request, error)
-        return True if worked else None if under_way or not self.is_idle else False
+        return True if worked or requests else None if under_way or not self.is_idle else False
 
     def end(self, failure: Exception | None) -> None:
         """Ends all answers, and stores documents that are not stored yet."""
@@ -138,12 +128,13 @@ class Scheduler:
     # Errors
 
     @contextlib.contextmanager
-    def _failing(self, concerned: Request | Document) -> Iterator[None]:
-        """Fails a request or a document, not the engine, with an error of the body."""
+    def _failing(self, *concerned: Request | Document) -> Iterator[None]:
+        """Fails requests and documents, not the engine, with an error of the body."""
         try:
             yield
         except Exception as error:
-            self._fail(concerned, error)
+            for each in concerned:
+                self._fail(each, error)
             self._recover(error)
 
     def _fail(self, concerned: Request | Document, error: Exception) -> None:
@@ -165,7 +156,7 @@ class Scheduler:
             self._batch.end(request)
             request.logits, request.fed = None, 0
             if request.parent.named:
-                unpin(request)
+                request.parent.users.discard(request)
         self._batch.restart()
         if not pool:
             self._prefiller.end()
@@ -175,12 +166,12 @@ class Scheduler:
 
     def _begin_reading(self, document: Document) -> bool:
         """Starts to read a document, and short ones with it; false without enough pages, and while others are read."""
-        if self._prefiller.current or (self._no_pages and not document.pins):
+        if self._prefiller.current or (self._no_pages and not pins(document)):
             return False
         if self._documents.parent_of(document) is not None and not self._reach(document):
             return False
         if document.parent is not None:
-            pin(document)
+            document.parent.users.add(document)
         group = self._prefiller.group(document)
         count = self._prefiller.num_pages(max(len(each.tokens) for each in group), document.parent, len(group))
         if not self._has_room(document, count):
@@ -201,17 +192,14 @@ class Scheduler:
 
     def _begin(self, request: Request) -> bool:
         """Gives a request a row; false before its document is on the device, and without enough pages or a free row."""
-        if (self._no_pages and not request.pins) or not self._reach(request):
+        if (self._no_pages and not pins(request)) or not self._reach(request):
             return False
-        count, _ = self._batch.own_pages(len(request.parent.tokens), request.own_tokens)
-        slot = self._batch.free_slot
-        if self._no_rows or slot is None or count > self._pool.free_answers:
+        if self._no_rows or not self._batch.begin(request):
             self._no_rows = True
             return False
-        pin(request)
+        request.parent.users.add(request)
         if request.parent.id in self._documents.by_id:
             self._documents.by_id.move_to_end(request.parent.id)
-        self._batch.begin(request, slot)
         return True
 
     def _reach(self, user: Request | Document) -> bool:
@@ -223,7 +211,7 @@ class Scheduler:
             self._documents.load(parent)
         if parent.state == "host" and self._has_room(user, parent.num_pages) and parent.state == "host":
             self._documents.bring(parent)
-            pin(user)
+            parent.users.add(user)
         return parent.state == "device"
 
     def _has_room(self, user: Request | Document, count: int) -> bool:
@@ -232,15 +220,12 @@ class Scheduler:
         Raises:
             ValueError: none will be free when others end.
         """
-        documents, own = self._documents, user.parent if user.pins else None
-        if documents.make_room(count):
+        if self._documents.make_room(count):
             return True
-        most = self._pool.documents - (own.num_pages if own is not None else 0)
+        most = self._pool.documents - (user.parent.num_pages if user.parent is not None and pins(user) else 0)
         require(count <= most, f"{count:,} pages are needed, and the engine holds {most:,} (pages) beside the parent's")
-        waits = self._prefiller.current or documents.may_leave(own)
-        require(
-            waits, f"{count:,} pages are needed: host memory and disk have no room for other documents; delete some"
-        )
+        full = f"{count:,} pages are needed: host memory and disk have no room for other documents; delete some"
+        require(self._prefiller.current or self._documents.may_leave(user), full)
         self._no_pages = True
         return False
 
@@ -289,7 +274,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         if request in self._waiting:
             self._waiting.remove(request)
-        unpin(request)
+        request.parent.users.discard(request)
         self._batch.end(request)
 
     def _kept(self, request: Request) -> str | None:
@@ -299,7 +284,7 @@ class Scheduler:
         document, documents = Document(self._documents.id_of(tokens, parts), tokens, parts), self._documents
         if documents.usable(document.id) is None:
             table = on_host(self._batch.row_of(request))
-            if not documents.enter_row(document, request.parent.attended_share, table):
+            if not documents.enter(document, table, request.parent.attended_share):
                 return None
         return document.id
 
@@ -355,27 +340,22 @@ class Prefiller:
             self._parts.close()
         for document in documents:
             if document.parent is not None and document.parent.named:
-                unpin(document)
+                document.parent.users.discard(document)
 
     def read_on(self) -> bool:
         """Reads on; false if nothing is read, or programs compile. Raises an error that may have consumed the pool."""
-        if self.current and not any(each.state == "waiting" for each in self.current):
-            self.end()
-            return True
-        if not self.current or not self._programs.done():
+        wanted, left = any(each.state == "waiting" for each in self.current), _PART_TOKENS
+        if not self.current or (wanted and not self._programs.done()):
             return False
-        left = _PART_TOKENS
         try:
-            for done in self._parts:
+            for done in self._parts if wanted else ():
                 if (left := left - done) < done:
                     break
             else:
                 self.end()
             # Waited for, so that an error is that of these documents, and a new request waits for this part at most.
             jax.block_until_ready(self._pool.arrays)
-        except Exception as error:
-            for document in self.current:
-                self._documents.fail(document, error)
+        except Exception:
             self.end()
             raise
         return True
@@ -426,9 +406,10 @@ class Prefiller:
 
     def _enter(self, group: list[Document], logits: Any, shares: Any, rows: Rows) -> None:
         """Enters documents that were read: rows of the engine's pool, or in the host's memory with one of their own."""
-        table = bare(rows)
         for row, document in enumerate(group):
-            own, of_row, share = logits[row : row + 1], row_of(table, row), float(shares[row])
+            if document.state != "waiting":  # no one wants it any more
+                continue
+            own, of_row, share = logits[row : row + 1], row_of(bare(rows), row), float(shares[row])
             try:
                 _require_finite(self._lm, document.tokens, bool(np.isfinite(own).all()), "document")
                 if rows.k is None:
