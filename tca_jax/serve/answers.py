@@ -1,9 +1,10 @@
-"""Answers of a request: encoded, counted, timed, and cancelled when the client has gone."""
+"""Answers of a request: begun, counted, timed, and cancelled when the client has gone."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -13,78 +14,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from tca_jax.engine.generation_config import GenerationConfig
-from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt, render_chat
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import State
 from tca_jax.serve.engine import Engine
-from tca_jax.serve.protocol import DocumentRequest, Json, RequestError, require_field
-from tca_jax.serve.streams import Completion, Stream, follow
+from tca_jax.serve.protocol import Json, RequestError, require_field
+from tca_jax.serve.streams import Completion, Stream
 
-_DOCUMENT = "\u2063document\u2063"  # stands for a document while a chat is rendered
 _FIRST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # seconds
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1)  # seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt for an engine."""
-
-    document: str | None  # id; None for none
-    tokens: list[int]  # after the document
-    document_tokens: int = 0
-
-
-class PromptEncoder:
-    """Encodes documents, chats and prompts for the model of an engine. Thread-safe.
-
-    A document is the beginning of the first user's message, so that a chat over it equals the chat that contains it.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._lm = engine, engine.lm
-        self._has_template = bool(getattr(engine.lm.tokenizer, "chat_template", None))
-
-    def upload(self, request: DocumentRequest) -> str:
-        """Reads a document; returns its id at once. ValueError if it is too long, or a chat's without a template."""
-        chat = self._has_template if request.chat is None else request.chat
-        if chat or request.system is not None:
-            self._require_template("system" if request.system is not None else "chat")
-        if not chat:
-            return self._engine.read(encode_prompt(self._lm, request.text, "text"))
-        template = DocumentTemplate.of(self._lm, request.system)
-        return self._engine.read(template.document(self._lm, request.text, "text"))
-
-    def chat(self, messages: Sequence[dict[str, str]], document: str | None) -> EncodedPrompt:
-        """Encodes a chat, about a named document or about the longest document whose tokens it begins with."""
-        self._require_template("messages")
-        if document is None:
-            tokens = encode_prompt(self._lm, list(messages), "messages")
-            found, length = self._engine.prefix_of(tokens) or (None, 0)
-            return EncodedPrompt(found, tokens[length:], length)
-        require_field(
-            messages[0]["role"] == "user",
-            "messages",
-            f"messages[0].role = {messages[0]['role']}: must be user in a chat over a document; a system message "
-            "stands before the document: give it as system when the document is uploaded",
-        )
-        first = {**messages[0], "content": f"{_DOCUMENT}\n\n{messages[0]['content']}"}
-        _, *after = render_chat(self._lm, [first, *messages[1:]], "messages").split(_DOCUMENT)
-        changes = f"messages: the chat template of {self._lm.name} changes messages: no document can be a part"
-        require_field(len(after) == 1, "messages", changes)
-        return self.complete(after[0], document)
-
-    def complete(self, prompt: str | list[int], document: str | None) -> EncodedPrompt:
-        """Encodes a prompt: alone, or appended to a document."""
-        before = [] if document is None else self._engine.document(document).tokens
-        if document is not None and isinstance(prompt, str):
-            tokens = encode_continuation(self._lm, prompt, before, "prompt")
-        else:
-            tokens = encode_prompt(self._lm, prompt, "prompt")
-        return EncodedPrompt(document, tokens, len(before))
-
-    def _require_template(self, param: str) -> None:
-        none = f"{self._lm.name} has no chat template; use /v1/completions, and documents with chat = false"
-        require_field(self._has_template, param, f"{param}: {none}")
 
 
 class Answers:
@@ -99,22 +36,20 @@ class Answers:
     async def begin(
         self,
         engine: Engine,
-        prompts: Sequence[tuple[EncodedPrompt, GenerationConfig]],
+        prompts: Sequence[tuple[str | None, list[int], GenerationConfig]],  # the first: a document's id
         mask: Callable[[], Mask] | None,  # creates the mask of an answer
     ) -> None:
         """Has an engine begin them, as the rows of `generate`."""
 
         def begin() -> None:
             for i in range(self.rows):
-                prompt, config = prompts[i // self._samples]
-                stream = engine.ask(prompt.document, prompt.tokens, config, sample=i, mask=mask and mask())
-                self.streams.append(stream)
+                document, tokens, config = prompts[i // self._samples]
+                self.streams.append(engine.ask(document, tokens, config, sample=i, mask=mask and mask()))
 
-        beginning = asyncio.ensure_future(run_in_threadpool(begin))
         try:
-            await asyncio.shield(beginning)
+            await run_in_threadpool(begin)
         except BaseException:
-            beginning.add_done_callback(lambda _: self.close())  # a thread that has begun goes on
+            self.close()
             raise
 
     async def pieces(self, seconds: float) -> AsyncIterator[tuple[int, str | Completion]]:
@@ -122,18 +57,38 @@ class Answers:
 
         RequestError if they take longer than `seconds`, or the server ends; ClientDisconnect if they are closed.
         """
-        try:
-            async for index, piece in follow(self.streams, seconds):
-                if isinstance(piece, Completion):
-                    if self not in self._metrics.open:
-                        raise ClientDisconnect
-                    ended = piece.finish_reason != "cancelled"
-                    require_field(ended, None, "the server is shutting down", status=503)
-                    self.completions[index] = piece
-                yield index, piece
-        except TimeoutError:
-            most = f"the answer took more than {seconds:g} seconds, the most that are allowed"
-            raise RequestError(most, status=504) from None
+        loop, changed, sent = asyncio.get_running_loop(), asyncio.Queue[int](), [0] * self.rows
+
+        def notify(index: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(changed.put_nowait, index)
+
+        most = f"the answer took more than {seconds:g} seconds, the most that are allowed"
+        deadline = loop.time() + seconds
+        with contextlib.ExitStack() as listening:
+            for index, stream in enumerate(self.streams):
+                listening.enter_context(stream.listening(functools.partial(notify, index)))
+                changed.put_nowait(index)
+            while len(self.completions) < self.rows:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        now = {await changed.get()}
+                except TimeoutError:
+                    raise RequestError(most, status=504) from None
+                while not changed.empty():
+                    now.add(changed.get_nowait())
+                for index in sorted(now - self.completions.keys()):
+                    piece, end = self.streams[index].piece(sent[index])
+                    sent[index] += len(piece)
+                    if piece:
+                        yield index, piece
+                    if end is not None:
+                        if self not in self._metrics.open:
+                            raise ClientDisconnect
+                        ended = end.finish_reason != "cancelled"
+                        require_field(ended, None, "the server is shutting down", status=503)
+                        self.completions[index] = end
+                        yield index, end
 
     def usage(self) -> Json:
         """Counts of tokens: of prompts with their documents, of answers, and of documents."""
@@ -166,10 +121,9 @@ class Metrics:
         self.requests = Counter("requests", "Requests by path and HTTP status.", ["path", "status"], **made)
         self._answers = Counter("answers", "Answers by how they ended.", ["finish_reason"], **made)
         self._tokens = Counter("tokens", "Tokens of prompts, of their documents, of answers.", ["kind"], **made)
-        name, words = "time_to_first_token_seconds", "From a request to its first token."
-        self._first = Histogram(name, words, buckets=_FIRST_BUCKETS, **made)
-        name, words = "time_per_token_seconds", "Of each token after the first."
-        self._each = Histogram(name, words, buckets=_TOKEN_BUCKETS, **made)
+        first, each = "From a request to its first token.", "Of each token after the first."
+        self._first = Histogram("time_to_first_token_seconds", first, buckets=_FIRST_BUCKETS, **made)
+        self._each = Histogram("time_per_token_seconds", each, buckets=_TOKEN_BUCKETS, **made)
         self._registry.register(self)
 
     def count(self, completion: Completion | None) -> None:

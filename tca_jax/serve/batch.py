@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt8
 
-from tca_jax.engine.decode import DecodingState
 from tca_jax.engine.extend import align, feed, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
@@ -31,7 +29,6 @@ from tca_jax.serve.streams import Stream
 
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
 _MAX_STOPS = 8  # stop tokens of a row, at first
-_MAX_STEP_PROGRAMS = 16
 _MIN_WIDTH = 4  # least step between the widths of tables
 #: Numbers of `Sampling` that change nothing.
 _OFF = {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -81,7 +78,6 @@ class Batch:
     def __init__(self, lm: LM, pool: PagePool, max_rows: int, backend: Backend) -> None:
         self._lm, self._pool, self._backend, self._max_rows = lm, pool, backend, max_rows
         self._program_lm, self._bare_lm = lm.for_programs(), lm.without_weights()
-        self.own_pages = functools.lru_cache(maxsize=256)(self._own_pages)
         self.rows: list[Request | None] = [None] * max(2, max_rows)  # a single row is written without looking
         self._widths = self._widths_of(0, 1)
         self._bounded = lm.method.cache.window < UNBOUNDED
@@ -91,7 +87,7 @@ class Batch:
         self._calls = Calls()
         self.restart()
 
-    def _own_pages(self, document_tokens: int, own_tokens: int) -> tuple[int, int]:
+    def own_pages(self, document_tokens: int, own_tokens: int) -> tuple[int, int]:
         """Pages that a row after a document needs beside its pages, and how many of them for kept tokens of a head."""
         most = self._lm.config.max_context
         sizes = min(most, bucket_length(document_tokens)), min(most, bucket_length(own_tokens))
@@ -103,14 +99,9 @@ class Batch:
         return [request for request in self.rows if request is not None and request.scheduled]
 
     @property
-    def has_masks(self) -> bool:
-        """Whether a row has a mask."""
-        return any(request.mask is not None for request in self.requests)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether a row's log-probabilities are requested."""
-        return any(request.stream.config.logprobs is not False for request in self.requests)
+    def waits(self) -> bool:
+        """Whether a step is dispatched only after the tokens of the last one: for a mask, or for log-probabilities."""
+        return any(each.mask is not None or each.stream.config.logprobs is not False for each in self.requests)
 
     @property
     def is_intact(self) -> bool:
@@ -130,7 +121,7 @@ class Batch:
         live = np.asarray([each is not None for each in self.rows])
         if live[: self._max_rows].all() or count > self._pool.free_answers:
             return False
-        self._pool.reserved += count
+        self._pool.free_answers -= count
         request.reserved, request.slot = count, int(np.argmin(live))
         self.rows[request.slot] = request
         self._table = pages.refresh.run(self._bare_lm, self._table, self._pool.of_answers, live)
@@ -148,7 +139,7 @@ class Batch:
     def end(self, request: Request) -> None:
         """Gives back the row and the pages of a request; nothing where it has none."""
         if request.slot is not None:
-            self._pool.reserved -= request.reserved
+            self._pool.free_answers += request.reserved
             self.rows[request.slot] = None
             request.reserved, request.slot, request.scheduled = 0, None, 0
 
@@ -164,10 +155,8 @@ class Batch:
         if not request.new:
             request.logits = request.parent.logits
             return
-        row = dataclasses.replace(self.row_of(request), free=self._table.free)
-        row, request.logits, count = self.feed(
-            row, request.new[request.fed :], len(request.parent.tokens) + request.fed
-        )
+        row, held = dataclasses.replace(self.row_of(request), free=self._table.free), len(request.parent.tokens)
+        row, request.logits, count = self.feed(row, request.new[request.fed :], held + request.fed)
         self._put(request, row)
         request.fed += count
 
@@ -206,14 +195,22 @@ class Batch:
         moving = [request for request in self.requests if request.scheduled < request.max_new_tokens]
         if not moving:
             return
-        evicts = any(map(self._may_evict, moving))
+        b, full, evicts = self._pool.block_size, self._widths.window * self._pool.block_size, False
         for request in moving:
+            position = len(request.parent.tokens) + len(request.new) + request.scheduled - 1  # of the token that is fed
+            evicts |= self._bounded and position % b == 0 and position >= full  # a block may leave its window
             request.scheduled += 1
         limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
         state = dataclasses.replace(self._state, cache=self._pool.lend(self._table))
-        arguments = state, limit, sampling, allowed
-        state, output = self._step_program(arguments, evicts)(self._program_lm, *arguments)
+        given = self._program_lm, state, limit, sampling, allowed
+        # To compare the shapes of all arguments is as slow as a step: these alone change.
+        key = state.seen is None, None if state.top is None else state.top[0].shape, state.stop_tokens.shape
+        if key not in self._step_programs:
+            kinds = (False, True) if self._bounded else (False,)  # both now: answers wait for neither
+            prepared = [pages.step.prepare(*given, evicts=kind, backend=self._backend) for kind in kinds]
+            self._step_programs[key] = [program for program, _ in prepared]
+        state, output = self._step_programs[key][evicts](*given)
         self._table = self._pool.take_back(state.cache)
         self._state = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
         self.pending.append((output, tuple(self.rows)))
@@ -221,14 +218,12 @@ class Batch:
     def wait(self) -> list[tuple[Request, int, bool, bool]]:
         """Waits for the first pending step, and hands out its tokens.
 
-        Log-probabilities are those of the last dispatched step: where a row wants them, this is the only one.
-
-        Returns:
-            Requests, their numbers of new tokens, whether their logits are finite, and whether a stop token was drawn.
+        Returns requests, their numbers of new tokens, whether logits are finite, and whether a stop token was drawn.
         """
         (packed, rows), state = self.pending.pop(0), self._state
         steps, done, finite, last = np.asarray(packed).tolist()
-        logprobs, top = on_host((state.logprobs, state.top)) if self.wants_logprobs else ([], [])
+        # Of the last dispatched step: where a row wants them, this is the only one.
+        logprobs, top = on_host((state.logprobs, state.top)) if self.waits else ([], [])
         outputs = []
         for slot, request in enumerate(rows):
             if request is None or request.slot != slot or not request.scheduled:
@@ -243,42 +238,22 @@ class Batch:
             outputs.append((request, new, bool(finite[slot]), bool(done[slot])))
         return outputs
 
-    def _may_evict(self, request: Request) -> bool:
-        """Whether the next token of a row enters a block and may find the window full."""
-        position, b = len(request.parent.tokens) + len(request.new) + request.scheduled - 1, self._pool.block_size
-        return self._bounded and position % b == 0 and position >= self._widths.window * b
-
-    def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any], evicts: bool) -> Callable[..., Any]:
-        """The program of these arguments, keyed by the few shapes that change: comparing all is as slow as a step."""
-        state = arguments[0]
-        top = None if state.top is None else state.top[0].shape
-        key = self._widths, state.seen is None, top, state.stop_tokens.shape
-        if key not in self._step_programs:
-            if len(self._step_programs) == _MAX_STEP_PROGRAMS:
-                self._step_programs.clear()
-            kinds = (False, True) if self._bounded else (False,)  # both now: answers wait for neither
-            static: Any = {"backend": self._backend}
-            prepared = [pages.step.prepare(self._program_lm, *arguments, evicts=kind, **static) for kind in kinds]
-            self._step_programs[key] = [program for program, _ in prepared]
-        return self._step_programs[key][evicts]
-
     def _fit(self) -> None:
         """Adapts the state's optional arrays to its rows: an unused one costs time."""
-        streams, state = [request.stream for request in self.requests], self._state
-        count, vocabulary = len(self.rows), self._lm.config.vocab_size
+        streams, state, vocabulary = [each.stream for each in self.requests], self._state, self._lm.config.vocab_size
         stops = max(len(stream.config.stop_token_ids or ()) for stream in streams)
         if stops > state.stop_tokens.shape[1]:
             wide = ((0, 0), (0, bucket_length(stops, 1) - state.stop_tokens.shape[1]))
             state = dataclasses.replace(state, stop_tokens=jnp.pad(state.stop_tokens, wide, constant_values=vocabulary))
-        if all(stream.sampling == Sampling() for stream in streams) and not self.has_masks:
+        if all(each.stream.sampling == Sampling() and each.mask is None for each in self.requests):
             state = dataclasses.replace(state, seen=None)
         elif state.seen is None:
-            state = dataclasses.replace(state, seen=jnp.zeros((count, vocabulary), bool))
+            state = dataclasses.replace(state, seen=jnp.zeros((len(self.rows), vocabulary), bool))
         most = max(stream.config.num_logprobs or 0 for stream in streams)
         if not most:
             state = dataclasses.replace(state, top=None)
         elif state.top is None or state.top[0].shape[-1] < most:
-            shape = count, 1, min(vocabulary, bucket_length(most, 4))
+            shape = len(self.rows), 1, min(vocabulary, bucket_length(most, 4))
             state = dataclasses.replace(state, top=(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
         self._state = state
 
@@ -304,6 +279,7 @@ class Batch:
         """Widens tables; they never become narrower, so that one program serves all requests."""
         self._widths = Widths(*map(max, self._widths, *wanted))
         if self._widths != self._table.widths:
+            self._step_programs.clear()
             self._table = pages.widen.run(self._bare_lm, self._table, widths=self._widths, pages=self._pool.total)
 
     def _sampling(self, requests: Sequence[Request | None]) -> Sampling:

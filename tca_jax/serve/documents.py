@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -13,7 +12,6 @@ import math
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -60,7 +58,6 @@ class Document:
     logits: np.ndarray | None = None  # of the token after it, float32 [1, V]; not of named ones
     storing: bool = False  # whether it is to be stored
     unstored: BaseException | None = None  # why it could not be stored
-    loading: Future[Context] | None = None  # from disk
     arrival: int = 0  # order among all requests
     users: set[Any] = dataclasses.field(default_factory=set)  # requests, and documents to be read, for which it stays
 
@@ -83,6 +80,12 @@ class Document:
         """Why it could not be read, or could not be stored."""
         return self.error or self.unstored
 
+    def as_json(self) -> dict[str, Any]:
+        """The document as clients see it."""
+        fields = {name: getattr(self, name) for name in ("id", "state", "stored", "attended_share")}
+        fields |= {"tokens": len(self.tokens), "bytes": self.num_bytes, "created_at": int(self.created)}
+        return {"object": "document", **fields, "error": self.problem and str(self.problem)}
+
 
 class Documents:
     """All documents of an engine, and their pages. Only the engine's thread changes it.
@@ -90,24 +93,26 @@ class Documents:
     `unread` are documents to be read, maybe once more.
     """
 
-    def __init__(self, lm: LM, pool: PagePool, host_bytes: int, storage: Storage | None) -> None:
-        self._lm, self._bare_lm, self.pool = lm, lm.without_weights(), pool
-        self._host_bytes, self._storage = host_bytes, storage
+    def __init__(
+        self, lm: LM, pool: PagePool, host_bytes: int, folder: Path | None = None, disk_bytes: float | None = None
+    ) -> None:
+        self._lm, self._bare_lm, self.pool, self._host_bytes = lm, lm.without_weights(), pool, host_bytes
+        self._folder: Any = folder  # of this engine; None where documents are not stored
+        self._disk_bytes = math.inf if disk_bytes is None else disk_bytes
         self._chunk = max(1, min(pool.documents, _CHUNK_BYTES * pool.devices // pool.page_bytes))
         self._moving: list[Document] = []  # to the device
-        self._loading: list[Document] = []  # from disk
-        self.unread: list[Document] = []
-        self._unstored: collections.deque[Document] = collections.deque()
+        self._loading: dict[Document, Future[Context]] = {}  # from disk
         self._writing: tuple[Document, Future[None]] | None = None
-        identity = identity_of(lm)
-        self._identity = identity.fingerprint, identity.method_description, lm.cache_dtype.name
-        found = [] if storage is None else storage.documents()
-        own = [each for each in found if self.id_of(each.tokens, each.parts) == each.id]  # not another model's
-        self.by_id = OrderedDict((each.id, each) for each in own)  # least recently used first
+        self._writer, self._reader = (ThreadPoolExecutor(1, f"tca-jax-{name}") for name in ("write", "read"))
+        self.unread: list[Document] = []
+        self._identity = identity_of(lm)
+        found = [] if folder is None else self._on_disk()
+        self.by_id = OrderedDict((each.id, each) for each in found)  # least recently used first
 
     def id_of(self, tokens: list[int], parts: tuple[int, ...], *, named: bool = True) -> str:
         """The id of tokens that the model reads in these parts: a hash of all that its pages depend on."""
-        model = repr((*self._identity, parts)).encode()
+        own = self._identity.fingerprint, self._identity.method_description, self._lm.cache_dtype.name
+        model = repr((*own, parts)).encode()
         digest = hashlib.sha256(model + np.asarray(tokens, np.int64).tobytes()).hexdigest()
         return f"{'doc' if named else 'text'}-{digest[:24]}"
 
@@ -148,24 +153,24 @@ class Documents:
 
     def forget(self, document: Document) -> None:
         """Drops an unused document, also on disk. OSError if it cannot be removed there; it stays then."""
-        if self._storage is not None:
-            document.storing = False  # it is not published from now on
-            self._storage.remove(document)
+        if self._folder is not None:
+            document.storing = False  # it gets no entry from now on
+            self._entry(document).unlink(missing_ok=True)
+            document.stored = False
+            self._free_disk(document)
         self.drop(document)
 
     def drop(self, document: Document) -> None:
         """Drops it from memory, and its name."""
-        self.fail(document, UserError(f"document {document.id!r} is no longer there"))
-        if self.by_id.get(document.id) is document:
-            del self.by_id[document.id]
+        self.fail(document, UserError(f"document {document.id!r} is no longer there"), listed=False)
 
-    def fail(self, document: Document, error: Exception) -> None:
-        """Marks a document as failed. Its pages are freed; a named one stays listed."""
+    def fail(self, document: Document, error: Exception, *, listed: bool = True) -> None:
+        """Marks a document as failed. Its pages are freed; a named one may stay listed."""
         document.error = error
         self._release(document)
         self._leave_parent(document)
         document.chunks, document.storing = None, False
-        if not document.named and self.by_id.get(document.id) is document:
+        if not (document.named and listed) and self.by_id.get(document.id) is document:
             del self.by_id[document.id]
 
     def _leave_parent(self, document: Document) -> None:
@@ -188,7 +193,13 @@ class Documents:
             if document.state == "device" and not document.users:
                 if not document.named:
                     self.drop(document)
-                elif self._to_host(document) or document.stored:
+                    continue
+                if document.chunks is None and self._free_host(document.num_bytes):
+                    try:
+                        document.chunks = self._copies(document)
+                    except Exception as error:
+                        _log.warning("document %s does not go to host memory: %s", document.id, error)
+                if document.chunks is not None or document.stored:
                     self._gone(document)
         return self.pool.allocator.free >= pages
 
@@ -236,9 +247,8 @@ class Documents:
         document.num_bytes = document.num_pages * self.pool.page_bytes
         self.by_id[document.id] = document
         self._leave_parent(document)
-        if self._storage is not None and document.named and not document.stored:
+        if self._folder is not None and document.named and not document.stored:
             document.storing, document.unstored = True, None
-            self._unstored.append(document)
 
     def _gone(self, document: Document) -> None:
         """Frees the pages of a document on the device; without another copy it is read again."""
@@ -248,15 +258,6 @@ class Documents:
             self.unread.append(document)
 
     # Host memory
-
-    def _to_host(self, document: Document) -> bool:
-        """Starts a copy to host memory; false where there is no room."""
-        if document.chunks is None and self._free_host(document.num_bytes):
-            try:
-                document.chunks = self._copies(document)
-            except Exception as error:
-                _log.warning("document %s does not go to host memory: %s", document.id, error)
-        return document.chunks is not None
 
     def _free_host(self, num_bytes: int, but: Document | None = None) -> bool:
         """Whether host memory has room for `num_bytes`, once second copies have been dropped."""
@@ -299,10 +300,9 @@ class Documents:
         Returns documents that could not be moved, with the error.
         """
         failures: list[tuple[Document, Exception]] = []
-        for document in [each for each in self._loading if each.loading is not None and each.loading.done()]:
-            self._loading.remove(document)
+        for document in [each for each, loading in self._loading.items() if loading.done()]:
             try:
-                self._loaded(document)
+                self._loaded(document, self._loading.pop(document))
             except MemoryError as error:
                 failures.append((document, error))
         for document in self._moving:
@@ -324,17 +324,40 @@ class Documents:
                 self.pool.take_back(pages.place_pages.run(self._bare_lm, to, chunk))
             document.arriving = None
 
-    # The disk
+    # The disk: a folder of each document with a saved context and, from then on, an entry
+
+    def _on_disk(self) -> list[Document]:
+        """Stored documents, oldest first. A damaged entry is skipped, with a line in the log."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        found = []
+        for folder in self._folder.glob("doc-*"):
+            if not (folder / _ENTRY).exists():  # by an engine that was killed
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            try:
+                fields = json.loads((folder / _ENTRY).read_text())
+                tokens = np.asarray(fields["tokens"], np.int32).tolist()
+                parts, created = tuple(fields["parts"]), float(fields["created"])
+                require(sum(parts) == len(tokens), "its parts are not its tokens")
+                if self.id_of(tokens, parts) == folder.name:  # not another model's
+                    found.append(Document(folder.name, tokens, parts, stored=True, created=created))
+            except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
+                _log.warning("ignoring damaged document %s: %s", folder, error)
+        return sorted(found, key=lambda document: document.created)
+
+    def _entry(self, document: Document) -> Path:
+        return self._folder / document.id / _ENTRY
+
+    def _free_disk(self, document: Document) -> None:
+        """Has another thread free the bytes of a document, after what is being written."""
+        self._writer.submit(shutil.rmtree, self._folder / document.id, ignore_errors=True)
 
     def load(self, document: Document) -> None:
         """Has another thread read a document from disk to host memory."""
-        if self._storage is not None and document.loading is None:
-            document.loading = self._storage.load(document.id)
-            self._loading.append(document)
+        if document not in self._loading:
+            self._loading[document] = self._reader.submit(Context.load, self._folder / document.id / _CONTEXT)
 
-    def _loaded(self, document: Document) -> None:
-        loading: Any = document.loading
-        document.loading = None
+    def _loaded(self, document: Document, loading: Future[Context]) -> None:
         if document.state != "disk":  # it was forgotten
             return
         try:
@@ -356,40 +379,46 @@ class Documents:
             document, written = self._writing
             self._writing = None
             self._stored(document, written.exception())
-        while self._unstored and self._writing is None:
-            document = self._unstored.popleft()
-            if document.storing and document.state != "waiting":  # that one is stored when it is read again
+        for document in [each for each in self.all() if each.storing and each.state != "waiting"]:
+            if self._writing is None:
                 try:
-                    make = functools.partial(self._context_of, document, document.chunks or self._copies(document))
-                    storage: Any = self._storage
-                    self._writing = document, storage.store(document, make)
+                    chunks = document.chunks or self._copies(document)
+                    self._writing = document, self._writer.submit(self._write, document, chunks)
                 except Exception as error:
                     self._stored(document, error)
         return bool(self._writing or self._moving or self._loading)
 
     def _stored(self, document: Document, error: BaseException | None) -> None:
-        storage: Any = self._storage
         if document.storing and error is None:
             try:
-                storage.publish(document)
+                with replacing(self._entry(document)) as file:
+                    fields = {name: getattr(document, name) for name in ("tokens", "parts", "created")}
+                    file.write_text(json.dumps(fields))
             except OSError as full:
                 error = full
         if error is not None or not document.storing:  # it was forgotten
-            storage.clear(document)
+            self._free_disk(document)
         if document.storing:
             document.stored, document.unstored, document.storing = error is None, error, False
             if error is not None:
                 _log.warning("document %s is not stored: %s", document.id, error)
 
-    def _context_of(self, document: Document, chunks: list[Rows]) -> Context:
-        """The context of a document of these copies."""
+    def _write(self, document: Document, chunks: list[Rows]) -> None:
+        """Writes the context of a document, in a thread of its own. OSError where the folder is full."""
+        held = 0
+        for file in self._folder.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # it has just been removed
+                held += file.stat().st_size
+        need = f"a document of {document.num_bytes / 1e9:,.2f} GB does not fit"
+        used = f"{self._folder} holds {held / 1e9:,.2f} of at most {self._disk_bytes / 1e9:,.2f} GB"
+        require(held + document.num_bytes <= self._disk_bytes, f"{used}: {need}", OSError)
         axis, pages = 2 if self.pool.on_mesh else 0, np.arange(document.num_pages)
 
         def joined(*parts: Any) -> np.ndarray:
             return np.concatenate([np.asarray(on_host(x)) for x in parts], axis=axis).take(pages, axis=axis)
 
         k, v = jax.tree.map(joined, *[(chunk.k, chunk.v) for chunk in chunks])
-        return Context(
+        context = Context(
             rows=dataclasses.replace(document.table, k=k, v=v, in_runs=True),
             tokens=jnp.asarray([document.tokens], jnp.int32),
             lengths=jnp.asarray([len(document.tokens)], jnp.int32),
@@ -398,8 +427,9 @@ class Documents:
             prefill_seconds=0.0,
             window=self._lm.method.cache.window,
             shards=self._lm.head_shards,
-            identity=identity_of(self._lm),
+            identity=self._identity,
         )
+        context.save(self._folder / document.id / _CONTEXT)
 
     def close(self) -> None:
         """Stores all documents that are not stored yet."""
@@ -407,73 +437,6 @@ class Documents:
         while self._writing is not None:
             wait([self._writing[1]])
             self.store()
-        if self._storage is not None:
-            self._storage.close()
-
-
-class Storage:
-    """A folder of documents of at most `max_bytes`. One engine owns it, and its thread calls all methods.
-
-    Each document is a folder with a saved context and, from `publish` on, an entry.
-    """
-
-    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for each in folder.glob("doc-*"):
-            if not (each / _ENTRY).exists():  # by an engine that was killed
-                shutil.rmtree(each, ignore_errors=True)
-        self._folder, self._max_bytes = folder, math.inf if max_bytes is None else max_bytes
-        self._writer, self._reader = (ThreadPoolExecutor(1, f"tca-jax-{name}") for name in ("write", "read"))
-
-    def documents(self) -> list[Document]:
-        """Stored documents, oldest first. A damaged entry is skipped, with a line in the log."""
-        found = []
-        for file in self._folder.glob(f"*/{_ENTRY}"):
-            try:
-                fields = json.loads(file.read_text())
-                tokens = np.asarray(fields["tokens"], np.int32).tolist()
-                parts, created = tuple(fields["parts"]), float(fields["created"])
-                require(sum(parts) == len(tokens), "its parts are not its tokens")
-                found.append(Document(file.parent.name, tokens, parts, stored=True, created=created))
-            except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
-                _log.warning("ignoring damaged document %s: %s", file.parent, error)
-        return sorted(found, key=lambda document: document.created)
-
-    def store(self, document: Document, make: Callable[[], Context]) -> Future[None]:
-        """Writes the context that `make` creates, in another thread. An OSError of the future: the folder is full."""
-        return self._writer.submit(self._write, self._folder / document.id, document.num_bytes, make)
-
-    def _write(self, folder: Path, num_bytes: int, make: Callable[[], Context]) -> None:
-        held = 0
-        for file in self._folder.rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # it has just been removed
-                held += file.stat().st_size
-        need = f"a document of {num_bytes / 1e9:,.2f} GB does not fit"
-        used = f"{self._folder} holds {held / 1e9:,.2f} of at most {self._max_bytes / 1e9:,.2f} GB"
-        require(held + num_bytes <= self._max_bytes, f"{used}: {need}", OSError)
-        make().save(folder / _CONTEXT)
-
-    def publish(self, document: Document) -> None:
-        """Writes the entry of a document whose context has been written."""
-        with replacing(self._folder / document.id / _ENTRY) as file:
-            file.write_text(json.dumps({name: getattr(document, name) for name in ("tokens", "parts", "created")}))
-
-    def load(self, id_: str) -> Future[Context]:
-        """Reads a stored document to host memory, in another thread."""
-        return self._reader.submit(Context.load, self._folder / id_ / _CONTEXT)
-
-    def remove(self, document: Document) -> None:
-        """Removes a document at once. OSError if it cannot be removed."""
-        (self._folder / document.id / _ENTRY).unlink(missing_ok=True)
-        document.stored = False
-        self.clear(document)
-
-    def clear(self, document: Document) -> None:
-        """Has another thread free the bytes of a document, after what is being written."""
-        self._writer.submit(shutil.rmtree, self._folder / document.id, ignore_errors=True)
-
-    def close(self) -> None:
-        """Waits for documents that are being written."""
         self._writer.shutdown()
         self._reader.shutdown(cancel_futures=True)
 

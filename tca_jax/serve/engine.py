@@ -24,7 +24,7 @@ from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.serve.batch import Request
 from tca_jax.serve.constraints import Mask
-from tca_jax.serve.documents import Document, Documents, Storage
+from tca_jax.serve.documents import Document, Documents
 from tca_jax.serve.pages import PagePool
 from tca_jax.serve.scheduler import Scheduler
 from tca_jax.serve.streams import Stream
@@ -54,88 +54,6 @@ class DocumentInUse(UserError):
 
 class EngineEnded(UserError):
     """The engine is closed, or has failed for good; then `__cause__` is the error."""
-
-
-class Loop:
-    """The engine's thread: it runs rounds of the scheduler, and between them the calls of other threads.
-
-    A call that raises fails its caller; a round that raises ends the thread, and fails all callers.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
-        self._changed = threading.Condition()
-        self._stopping = self._ended = False
-        self.resting = True
-        self.failure: EngineEnded | None = None
-        self._thread = threading.Thread(target=self._run, name="tca-jax-engine", daemon=True)
-        self._thread.start()
-
-    def post(self, function: Callable[[], _T]) -> Future[_T]:
-        """Has the thread run a function soon. ValueError if the thread has ended."""
-        done: Future[_T] = Future()
-        with self._changed:
-            if self._stopping:
-                raise self._refusal()
-            self.resting = False
-            self._calls.append((function, done))
-            self._changed.notify_all()
-        return done
-
-    def call(self, function: Callable[[], _T]) -> _T:
-        """Runs a function in the thread, and waits for it. Raises its exception, or ValueError as `post`."""
-        return self.post(function).result()
-
-    def wait_until(self, holds: Callable[[], bool], timeout: float | None) -> bool:
-        """Waits for a condition; whether it holds. ValueError if the thread has ended without it."""
-        with self._changed:
-            self._changed.wait_for(lambda: holds() or self._ended, timeout)
-            if (held := holds()) or not self._ended:
-                return held
-            raise self._refusal()
-
-    def stop(self) -> None:
-        """Ends the thread, and waits until it has ended."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _refusal(self) -> EngineEnded:
-        return self.failure or EngineEnded("the engine is closed")
-
-    def _run(self) -> None:
-        failure = None
-        try:
-            while not self._stopping:
-                while self._calls:
-                    function, done = self._calls.popleft()
-                    try:
-                        done.set_result(function())
-                    except BaseException as error:
-                        done.set_exception(error)
-                busy = self._scheduler.step(lambda: bool(self._calls) or self._stopping)
-                with self._changed:
-                    self.resting = self._scheduler.is_idle and not self._calls
-                    self._changed.notify_all()
-                    if busy is not True and not self._calls and not self._stopping:
-                        self._changed.wait(_SOON_SECONDS if busy is None else None)
-        except BaseException as error:
-            _log.critical("the engine has failed", exc_info=error)
-            failure = EngineEnded(f"the engine has failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-        with self._changed:
-            self.failure, self._stopping = failure, True
-        try:
-            self._scheduler.end(failure)
-        except Exception as error:
-            _log.error("the engine did not end as it should", exc_info=error)
-        with self._changed:
-            self._ended, self.resting = True, failure is None
-            self._changed.notify_all()
-        while self._calls:
-            self._calls.popleft()[1].set_exception(self._refusal())
 
 
 class Engine(AbstractContextManager["Engine"]):
@@ -191,22 +109,27 @@ class Engine(AbstractContextManager["Engine"]):
             host_memory = int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.lm, self.max_rows = lm, int(max_rows)
         self._pool = PagePool(lm, int(pages), _answer_pages(lm, self.max_rows, answer_tokens))
-        storage = None if disk is None else Storage(Path(disk), disk_bytes)
-        self._documents = Documents(lm, self._pool, host_memory, storage)
+        folder = None if disk is None else Path(disk)
+        self._documents = Documents(lm, self._pool, host_memory, folder, disk_bytes)
         self._scheduler = Scheduler(lm, self._documents, self.max_rows, kernels)
-        self._loop = Loop(self._scheduler)
+        #: Why the engine has failed, for good: all calls raise this, and answers ended with it. None while it works.
+        self.failure: EngineEnded | None = None
+        self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
+        self._changed = threading.Condition()
+        self._stopping = self._ended = False
+        self._resting = True
+        self._thread = threading.Thread(target=self._run, name="tca-jax-engine", daemon=True)
+        self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Cancels all requests, waits for documents that are being stored, and ends."""
-        self._loop.stop()
-
-    @property
-    def failure(self) -> EngineEnded | None:
-        """Why the engine has failed, for good: all calls raise this, and answers ended with it. None while it works."""
-        return self._loop.failure
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
 
     @property
     def document_pages(self) -> Pages:
@@ -234,7 +157,7 @@ class Engine(AbstractContextManager["Engine"]):
         ids = encode_prompt(self.lm, document, "document")
         require_positions("document", len(ids), 0, self.lm)
         self._scheduler.require_pages(len(ids))
-        return self._loop.call(lambda: self._found(ids, (len(ids),)).id)
+        return self._post(lambda: self._found(ids, (len(ids),)).id).result()
 
     def append(self, document: str, more: Prompt) -> str:
         """Appends text, token ids, or a chat beyond the document; the shorter document stays.
@@ -246,7 +169,7 @@ class Engine(AbstractContextManager["Engine"]):
         ids = self._appended(known, more, "more", 0)
         tokens, parts = known.tokens + ids, (*known.parts, len(ids))
         self._scheduler.require_pages(len(tokens), known)
-        return self._loop.call(lambda: self._found(tokens, parts, parent=self.document(document)).id)
+        return self._post(lambda: self._found(tokens, parts, parent=self.document(document)).id).result()
 
     def forget(self, document: str) -> None:
         """Drops a document, also on disk. ValueError if it is in use; OSError if it cannot be removed from disk."""
@@ -257,7 +180,7 @@ class Engine(AbstractContextManager["Engine"]):
             require(unused, f"document {document!r} is in use; cancel its answers first", DocumentInUse)
             self._documents.forget(found)
 
-        self._loop.call(drop)
+        self._post(drop).result()
 
     def documents(self) -> list[Document]:
         """All documents that were read, or wait to be, least recently used first."""
@@ -285,7 +208,7 @@ class Engine(AbstractContextManager["Engine"]):
             OSError: it cannot be stored.
         """
         found, wanted = self.document(document), "read and stored" if stored else "read"
-        done = self._loop.wait_until(lambda: found.state != "waiting" and not (stored and found.storing), timeout)
+        done = self._wait_until(lambda: found.state != "waiting" and not (stored and found.storing), timeout)
         require(done, f"document {document!r} has not been {wanted} within {timeout} seconds", TimeoutError)
         problem = found.problem if stored else found.error
         if problem is not None:
@@ -349,16 +272,16 @@ class Engine(AbstractContextManager["Engine"]):
             found = self._found(held, (len(held),), named=False) if document is None else self.document(document)
             self._scheduler.add(Request(stream, found, new, int(sample), mask))
 
-        self._loop.call(enter)
+        self._post(enter).result()
         return stream
 
     def idle(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds until nothing is to be read or answered; whether it is."""
-        return self._loop.wait_until(lambda: self._loop.resting, timeout)
+        return self._wait_until(lambda: self._resting, timeout)
 
     def _cancel(self, stream: Stream) -> None:
         with suppress(UserError):  # an engine that has ended has ended all of them
-            self._loop.post(lambda: self._scheduler.cancel(stream))
+            self._post(lambda: self._scheduler.cancel(stream))
 
     def _appended(self, document: Document, more: Prompt, argument: str, new_tokens: int) -> list[int]:
         """Token ids after a document, with room for new tokens."""
@@ -373,8 +296,65 @@ class Engine(AbstractContextManager["Engine"]):
         id_ = self._documents.id_of(tokens, parts, named=named)
         if (found := self._documents.usable(id_)) is None:
             found = Document(id_, tokens, parts, named, parent)
-            self._scheduler.read(found)
+            self._scheduler.add(found)
         return found
+
+    # The thread
+
+    def _post(self, function: Callable[[], _T]) -> Future[_T]:
+        """Has the engine's thread run a function between two rounds. ValueError if it has ended."""
+        done: Future[_T] = Future()
+        with self._changed:
+            if self._stopping:
+                raise self._refusal()
+            self._resting = False
+            self._calls.append((function, done))
+            self._changed.notify_all()
+        return done
+
+    def _wait_until(self, holds: Callable[[], bool], timeout: float | None) -> bool:
+        """Waits for a condition; whether it holds. ValueError if the thread has ended without it."""
+        with self._changed:
+            self._changed.wait_for(lambda: holds() or self._ended, timeout)
+            if (held := holds()) or not self._ended:
+                return held
+            raise self._refusal()
+
+    def _refusal(self) -> EngineEnded:
+        return self.failure or EngineEnded("the engine is closed")
+
+    def _run(self) -> None:
+        """Runs rounds of the scheduler, and calls between them. A call that raises fails its caller, a round all."""
+        failure = None
+        try:
+            while not self._stopping:
+                while self._calls:
+                    function, done = self._calls.popleft()
+                    try:
+                        done.set_result(function())
+                    except BaseException as error:
+                        done.set_exception(error)
+                busy = self._scheduler.step(lambda: bool(self._calls) or self._stopping)
+                with self._changed:
+                    self._resting = self._scheduler.is_idle and not self._calls
+                    self._changed.notify_all()
+                    if busy is not True and not self._calls and not self._stopping:
+                        self._changed.wait(_SOON_SECONDS if busy is None else None)
+        except BaseException as error:
+            _log.critical("the engine has failed", exc_info=error)
+            failure = EngineEnded(f"the engine has failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        with self._changed:
+            self.failure, self._stopping = failure, True
+        try:
+            self._scheduler.end(failure)
+        except Exception as error:
+            _log.error("the engine did not end as it should", exc_info=error)
+        with self._changed:
+            self._ended, self._resting = True, failure is None
+            self._changed.notify_all()
+        while self._calls:
+            self._calls.popleft()[1].set_exception(self._refusal())
 
 
 def _answer_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:

@@ -37,26 +37,21 @@ _NO_POOL: Any = {"k": None, "v": None}
 class PagePool:
     """One pool for documents and answers, on each device.
 
-    Answers have `answers` pages, of which `reserved` are promised to requests. Programs take free ones of them, and
-    find again those that no row names any more. The allocator counts the uses of the others, which are documents'.
+    Answers have `answers` pages, of which `free_answers` are not promised to requests. Programs take free ones of them,
+    and find again those that no row names any more. The allocator counts the uses of the others, which are documents'.
     """
 
     def __init__(self, lm: LM, documents: int, answers: int) -> None:
-        self._lm, self.documents, self.answers = lm.without_weights(), documents, answers
+        self._lm, self.documents, self.answers, self.free_answers = lm.without_weights(), documents, answers, answers
         self.on_mesh, self.devices = lm.mesh is not None, 1 if lm.head_shards is None else lm.head_shards.devices
         self.block_size, self.page_bytes = lm.method.cache.block_size, page_bytes(lm) * self.devices
-        self.total, self.reserved, self._dtype = documents + answers, 0, lm.cache_dtype
+        self.total, self._dtype = documents + answers, lm.cache_dtype
         self.allocator = Allocator(self.total, self.devices)
         self.of_answers = np.zeros((self.devices, self.total), bool)
         for device, numbers in enumerate(self.allocator.take(answers)):
             self.of_answers[device, numbers] = True
         self.arrays: Any = None
         self.renew()
-
-    @property
-    def free_answers(self) -> int:
-        """Pages of answers that no request has reserved."""
-        return self.answers - self.reserved
 
     def renew(self) -> None:
         """Replaces the arrays."""

@@ -11,14 +11,13 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.errors import Unsupported, UserError, explaining
-from tca_jax.serve.documents import Document
 from tca_jax.serve.engine import DocumentInUse, EngineEnded, UnknownDocument
 from tca_jax.serve.streams import Completion
 
@@ -112,17 +111,7 @@ class StreamOptions(_Fields):
     include_obfuscation: bool = False  # changes nothing
 
 
-_SAME_NAMES = ("top_k", "top_p", "min_p", "repetition_penalty")  # fields of `GenerationConfig`, and of requests
-if TYPE_CHECKING:
-    _SamplingFields = _Fields
-else:
-    _hints, _given = get_type_hints(GenerationConfig), vars(GenerationConfig())
-    _SamplingFields = create_model(
-        "_SamplingFields", __base__=_Fields, **{name: (_hints[name], _given[name]) for name in _SAME_NAMES}
-    )
-
-
-class AnswerRequest(_SamplingFields):
+class AnswerRequest(_Fields):
     """Fields that chats and completions share. `GenerationConfig` checks the bounds of its fields."""
 
     ignored = _IGNORED
@@ -146,6 +135,10 @@ class AnswerRequest(_SamplingFields):
     )
     seed: int = Field(default_factory=lambda: secrets.randbelow(2**32))
     temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 class Part(BaseModel, strict=True):
@@ -258,7 +251,7 @@ def generation_config(request: ChatRequest | CompletionRequest, max_new_tokens: 
         max_new_tokens=max_new_tokens,
         min_new_tokens=request.min_tokens,
         logprobs=top or (request.logprobs is not None and request.logprobs is not False),
-        **request.model_dump(include={"stop", "seed", "temperature", *_SAME_NAMES}),
+        **request.model_dump(include=GenerationConfig.__dataclass_fields__.keys() - {"logprobs"}),
     )
 
 
@@ -402,17 +395,16 @@ class Text(Chat):
         special, decoder = self._tokenizer.all_special_ids, codecs.getincrementaldecoder("utf-8")("ignore")
         visible = (b"" if token in special else each for token, each in zip(completion.tokens, own, strict=True))
         complete = itertools.accumulate((len(decoder.decode(each)) for each in visible), initial=0)  # characters
+        likeliest = []  # with the place's own, by text; of equal texts the likelier
+        for token, logprob, others in zip(completion.tokens, completion.logprobs, top or (), strict=bool(top)):
+            ascending = sorted([(token, logprob), *others], key=lambda pair: pair[1])
+            likeliest.append({shown_token(token_bytes(self._tokenizer, each)): value for each, value in ascending})
         return {
             "tokens": list(map(shown_token, own)),
             "token_logprobs": completion.logprobs,
-            "top_logprobs": top and list(map(self._by_text, completion.tokens, completion.logprobs, top)),
+            "top_logprobs": likeliest or None,
             "text_offset": list(complete)[:-1],
         }
-
-    def _by_text(self, token: int, logprob: float, likeliest: list[tuple[int, float]]) -> dict[str, float]:
-        """The likeliest tokens of a place and its own, by text; of equal texts the likelier."""
-        ascending = sorted([(token, logprob), *likeliest], key=lambda pair: pair[1])
-        return {shown_token(token_bytes(self._tokenizer, each)): value for each, value in ascending}
 
     def _answer(self, text: str) -> Json:
         return {"text": text}
@@ -445,10 +437,3 @@ def shown_token(own: bytes) -> str:
         return own.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
-
-
-def document_json(document: Document) -> Json:
-    """A document as clients see it."""
-    fields = {name: getattr(document, name) for name in ("id", "state", "stored", "attended_share")}
-    fields |= {"tokens": len(document.tokens), "bytes": document.num_bytes, "created_at": int(document.created)}
-    return {"object": "document", **fields, "error": document.problem and str(document.problem)}

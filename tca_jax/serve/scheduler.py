@@ -48,8 +48,11 @@ class Scheduler:
     def __init__(self, lm: LM, documents: Documents, max_rows: int, backend: Backend) -> None:
         self._lm, self._documents, self._pool = lm, documents, documents.pool
         self._batch = Batch(lm, documents.pool, max_rows, backend)
-        self._prefiller = Prefiller(lm, documents, self._batch, backend)
-        self._waiting: list[Request] = []
+        self._backend, self._reading = backend, list[Document]()
+        self._parts: Any = None  # of reading these: their tokens times layers
+        self._programs: Future[Any] = Future()
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="tca-jax-compile")
+        self._requests: list[Request] = []  # that have not ended
         self._arrivals = itertools.count()
         self._no_pages = False  # one that waits for pages of documents comes first
         self._no_rows = False  # one that waits for a row, or for pages of answers, comes first
@@ -58,40 +61,36 @@ class Scheduler:
 
     def require_pages(self, tokens: int, parent: Document | None = None) -> None:
         """Raises ValueError if a document needs more pages than the engine has; `tokens` include its parent's."""
-        needed, total = self._prefiller.num_pages(tokens, parent), self._pool.documents
+        needed, total = self._num_pages(tokens, parent), self._pool.documents
         require(needed <= total, f"{tokens:,} tokens need {needed:,} pages: the engine holds {total:,} (pages)")
 
     def require_room(self, document_tokens: int, own_tokens: int) -> None:
         """Raises ValueError if a question and its answer can never be held."""
-        needed, _ = self._batch.own_pages(document_tokens, own_tokens)
-        require(
-            needed <= self._pool.answers,
-            f"question and answer of up to {own_tokens:,} tokens need {needed:,} pages: all rows of the engine "
-            f"together have {self._pool.answers:,} (answer_tokens, max_rows)",
-        )
+        needed, total = self._batch.own_pages(document_tokens, own_tokens)[0], self._pool.answers
+        all_rows = f"all rows of the engine together have {total:,} (answer_tokens, max_rows)"
+        own = f"question and answer of up to {own_tokens:,} tokens"
+        require(needed <= total, f"{own} need {needed:,} pages: {all_rows}")
 
     # What its own thread calls
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be read or answered."""
-        return not (self._waiting or self._batch.requests or self._documents.to_be_read())
+        return not (self._requests or self._documents.to_be_read())
 
-    def read(self, document: Document) -> None:
-        """Adds a document to be read."""
-        document.arrival = next(self._arrivals)
-        self._documents.add(document)
-
-    def add(self, request: Request) -> None:
-        """Adds a request."""
-        request.arrival = next(self._arrivals)
-        if not request.parent.named:
-            request.parent.users.add(request)
-        self._waiting.append(request)
+    def add(self, user: Request | Document) -> None:
+        """Adds a request, or a document to be read."""
+        user.arrival = next(self._arrivals)
+        if isinstance(user, Document):
+            self._documents.add(user)
+        else:
+            self._requests.append(user)
+            if not user.parent.named:
+                user.parent.users.add(user)
 
     def cancel(self, stream: Stream) -> None:
         """Ends an answer."""
-        for request in [*self._waiting, *self._batch.requests]:
+        for request in list(self._requests):
             if request.stream is stream:
                 self._leave(request, "cancelled")
 
@@ -102,17 +101,17 @@ class Scheduler:
         """
         documents = self._documents
         for document, error in documents.move():
-            for request in [each for each in self._waiting if each.parent is document and each.slot is None]:
+            for request in [each for each in self._requests if each.parent is document and each.slot is None]:
                 self._fail(request, error)
             self._recover(error)
         under_way = documents.store()
         worked, self._no_pages, self._no_rows = False, False, False
-        waiting: list[Document | Request] = [*documents.to_be_read(), *self._waiting]
+        waiting: list[Any] = [*documents.to_be_read(), *(each for each in self._requests if not each.scheduled)]
         for each in sorted(waiting, key=lambda each: each.arrival):
             with self._failing(each):
                 worked |= self._begin_reading(each) if isinstance(each, Document) else self._proceed(each)
-        with self._failing(*self._prefiller.current):
-            worked |= self._prefiller.read_on()
+        with self._failing(*self._reading):
+            worked |= self._read_on()
         if requests := self._batch.requests:
             with self._failing(*requests):
                 self._step(is_called)
@@ -120,8 +119,8 @@ class Scheduler:
 
     def end(self, failure: Exception | None) -> None:
         """Ends all answers, and stores documents that are not stored yet."""
-        self._prefiller.close()
-        for request in [*self._waiting, *self._batch.requests]:
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for request in self._requests:
             request.stream.end(failure or "cancelled")
         self._documents.close()
 
@@ -152,31 +151,36 @@ class Scheduler:
         _log.error("the batch begins again after an error", exc_info=error)
         for request in self._batch.requests:
             self._fail(request, error)
-        for request in self._waiting:
+        for request in self._requests:
             self._batch.end(request)
             request.logits, request.fed = None, 0
             if request.parent.named:
                 request.parent.users.discard(request)
         self._batch.restart()
         if not pool:
-            self._prefiller.end()
+            self._end_reading()
             self._documents.renew()
 
     # Admission
 
     def _begin_reading(self, document: Document) -> bool:
         """Starts to read a document, and short ones with it; false without enough pages, and while others are read."""
-        if self._prefiller.current or (self._no_pages and not pins(document)):
+        if self._reading or (self._no_pages and not pins(document)):
             return False
         if self._documents.parent_of(document) is not None and not self._reach(document):
             return False
         if document.parent is not None:
             document.parent.users.add(document)
-        group = self._prefiller.group(document)
-        count = self._prefiller.num_pages(max(len(each.tokens) for each in group), document.parent, len(group))
+        group = self._group(document)
+        count = self._num_pages(max(len(each.tokens) for each in group), document.parent, len(group))
         if not self._has_room(document, count):
             return False
-        self._prefiller.begin(group, count)
+        numbers, self._programs = self._pool.allocator.take(count), Future()
+        self._programs.set_result(None)  # where none is compiled ahead
+        self._reading, alone = group, document.parent is None
+        self._parts = self._read(group, numbers) if alone else self._append(document, numbers)
+        next(self._parts)
+        wait([self._programs], _COMPILE_WAIT_SECONDS)
         return True
 
     def _proceed(self, request: Request) -> bool:
@@ -186,7 +190,6 @@ class Scheduler:
         if request.fed < len(request.new) or request.logits is None:
             self._batch.feed_next(request)
         if request.fed == len(request.new) and self._update_mask(request):
-            self._waiting.remove(request)
             self._batch.admit(request)
         return True
 
@@ -225,7 +228,7 @@ class Scheduler:
         most = self._pool.documents - (user.parent.num_pages if user.parent is not None and pins(user) else 0)
         require(count <= most, f"{count:,} pages are needed, and the engine holds {most:,} (pages) beside the parent's")
         full = f"{count:,} pages are needed: host memory and disk have no room for other documents; delete some"
-        require(self._prefiller.current or self._documents.may_leave(user), full)
+        require(self._reading or self._documents.may_leave(user), full)
         self._no_pages = True
         return False
 
@@ -237,8 +240,7 @@ class Scheduler:
         batch = self._batch
         if not batch.pending:
             batch.dispatch()
-        one_by_one = batch.has_masks or batch.wants_logprobs or self._prefiller.current
-        if not (one_by_one or is_called()):
+        if not (batch.waits or self._reading or is_called()):
             batch.dispatch()
         for request, new, finite, done in batch.wait():
             if request.slot is None:  # the error of another row has ended it
@@ -272,8 +274,8 @@ class Scheduler:
             request.stream.end(reason, document)
 
     def _give_back(self, request: Request) -> None:
-        if request in self._waiting:
-            self._waiting.remove(request)
+        if request in self._requests:
+            self._requests.remove(request)
         request.parent.users.discard(request)
         self._batch.end(request)
 
@@ -288,53 +290,28 @@ class Scheduler:
                 return None
         return document.id
 
+    # Reading: short documents together, some layers at a time, and parts that are appended piece by piece. Programs
+    # compile in threads of their own, while answers go on.
 
-class Prefiller:
-    """Reads documents: short ones together, some layers at a time, and parts that are appended piece by piece.
-
-    Programs compile in threads of their own, while answers go on. `current` are the documents that are read.
-    """
-
-    def __init__(self, lm: LM, documents: Documents, batch: Batch, backend: Backend) -> None:
-        self._lm, self._documents, self._pool, self._backend = lm, documents, documents.pool, backend
-        self._batch = batch
-        self.current: list[Document] = []
-        self._parts: Any = None  # of reading these: their tokens times layers
-        self._programs: Future[Any] = Future()
-        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="tca-jax-compile")
-
-    def close(self) -> None:
-        """Ends its threads after their compilations, without waiting."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
-
-    def num_pages(self, tokens: int, parent: Document | None = None, documents: int = 1) -> int:
+    def _num_pages(self, tokens: int, parent: Document | None = None, documents: int = 1) -> int:
         """Pages for reading documents of at most `tokens` tokens each, without those of a parent."""
         if parent is not None:
             return self._batch.own_pages(len(parent.tokens), tokens - len(parent.tokens))[0]
         return read.num_pages(self._lm, self._lm.cache_layout(documents, bucket_length(tokens)))
 
-    def group(self, document: Document) -> list[Document]:
+    def _group(self, document: Document) -> list[Document]:
         """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
         first = bucket_length(len(document.tokens))
         if first > _TOGETHER_TOKENS or document.parent is not None:
             return [document]
         unread = [each for each in self._documents.to_be_read() if len(each.parts) == 1]
         same = [each for each in unread if bucket_length(len(each.tokens)) == first]
-        most = min(len(same), self._pool.documents // self.num_pages(first), max(1, _TOGETHER_TOKENS // first))
+        most = min(len(same), self._pool.documents // self._num_pages(first), max(1, _TOGETHER_TOKENS // first))
         return [document, *(each for each in same if each is not document)][: 1 << (most.bit_length() - 1)]
 
-    def begin(self, group: list[Document], count: int) -> None:
-        """Starts to read documents into `count` free pages."""
-        numbers = self._pool.allocator.take(count)
-        self.current, self._programs = group, Future()
-        self._programs.set_result(None)  # where none is compiled ahead
-        self._parts = self._read(group, numbers) if group[0].parent is None else self._append(group[0], numbers)
-        next(self._parts)
-        wait([self._programs], _COMPILE_WAIT_SECONDS)
-
-    def end(self) -> None:
+    def _end_reading(self) -> None:
         """Ends the current reading, and frees its pages."""
-        documents, self.current = self.current, []
+        documents, self._reading = self._reading, []
         if documents:
             self._programs.cancel()
             self._parts.close()
@@ -342,21 +319,21 @@ class Prefiller:
             if document.parent is not None and document.parent.named:
                 document.parent.users.discard(document)
 
-    def read_on(self) -> bool:
+    def _read_on(self) -> bool:
         """Reads on; false if nothing is read, or programs compile. Raises an error that may have consumed the pool."""
-        wanted, left = any(each.state == "waiting" for each in self.current), _PART_TOKENS
-        if not self.current or (wanted and not self._programs.done()):
+        wanted, left = any(each.state == "waiting" for each in self._reading), _PART_TOKENS
+        if not self._reading or (wanted and not self._programs.done()):
             return False
         try:
             for done in self._parts if wanted else ():
                 if (left := left - done) < done:
                     break
             else:
-                self.end()
+                self._end_reading()
             # Waited for, so that an error is that of these documents, and a new request waits for this part at most.
             jax.block_until_ready(self._pool.arrays)
         except Exception:
-            self.end()
+            self._end_reading()
             raise
         return True
 

@@ -27,14 +27,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tca_jax.engine.prompts import require_tokenizer
+from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt, render_chat, require_tokenizer
 from tca_jax.serve import protocol
-from tca_jax.serve.answers import Answers, EncodedPrompt, Metrics, PromptEncoder
+from tca_jax.serve.answers import Answers, Metrics
 from tca_jax.serve.constraints import Grammars, Mask
 from tca_jax.serve.engine import Engine
-from tca_jax.serve.protocol import ChatRequest, CompletionRequest, Json, RequestError, document_json, require_field
+from tca_jax.serve.protocol import ChatRequest, CompletionRequest, Json, RequestError, require_field
 
 Endpoint = Callable[[Request], Response | Json | Awaitable[Response | Json]]
+_DOCUMENT = "\u2063document\u2063"  # stands for a document while a chat is rendered
 _CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SCHEMA = "response_format.json_schema.schema"  # the field, in errors
@@ -61,7 +62,7 @@ class Server:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         require_tokenizer("a server", engine.lm.name, engine.lm.tokenizer, "serve a model that has one")
         self._engine, self._settings, self._lm = engine, settings, engine.lm
-        self._encoder, self._metrics = PromptEncoder(engine), Metrics(engine)
+        self._has_template, self._metrics = bool(getattr(engine.lm.tokenizer, "chat_template", None)), Metrics(engine)
         self._keys = [os.fsencode(key) for key in settings.api_keys]
         self._created = int(time.time())
         self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
@@ -75,9 +76,9 @@ class Server:
             ("POST", "/v1/documents"): self._upload,
             ("GET", "/v1/documents"): lambda _: {
                 "object": "list",
-                "data": list(map(document_json, engine.documents())),
+                "data": [x.as_json() for x in engine.documents()],
             },
-            ("GET", "/v1/documents/{id}"): lambda request: document_json(engine.document(request.path_params["id"])),
+            ("GET", "/v1/documents/{id}"): lambda request: engine.document(request.path_params["id"]).as_json(),
             ("DELETE", "/v1/documents/{id}"): self._delete,
         }
         routes = [Route(path, self._checked(path, each), methods=[method]) for (method, path), each in answers.items()]
@@ -141,8 +142,20 @@ class Server:
     async def _upload(self, request: Request) -> Response:
         content_type = request.headers.get("content-type", "")
         wanted = protocol.read_request(protocol.DocumentRequest, await self._body(request), content_type)
-        document = await run_in_threadpool(self._encoder.upload, wanted)
-        return _json(document_json(self._engine.document(document)), 201)
+        document = await run_in_threadpool(lambda: self._engine.read(self._document_of(wanted)))
+        return _json(self._engine.document(document).as_json(), 201)
+
+    def _document_of(self, wanted: protocol.DocumentRequest) -> list[int]:
+        """Tokens of a document: the beginning of the first user's message, so that a chat over it equals the chat that
+        contains it; or text as it is."""
+        if not (self._has_template if wanted.chat is None else wanted.chat) and wanted.system is None:
+            return encode_prompt(self._lm, wanted.text, "text")
+        self._require_template("chat" if wanted.system is None else "system")
+        return DocumentTemplate.of(self._lm, wanted.system).document(self._lm, wanted.text, "text")
+
+    def _require_template(self, param: str) -> None:
+        none = f"{self._lm.name} has no chat template; use /v1/completions, and documents with chat = false"
+        require_field(self._has_template, param, f"{param}: {none}")
 
     async def _delete(self, request: Request) -> Json:
         document = request.path_params["id"]
@@ -158,9 +171,34 @@ class Server:
         if (schema := wanted.response_format.schema_of_answer) is not None:
             async with self._compiling:
                 mask = await run_in_threadpool(lambda: self._grammars.json(schema, _SCHEMA))
-        messages = [message.as_dict() for message in wanted.messages]
-        prompt = await run_in_threadpool(self._encoder.chat, messages, wanted.document)
+        prompt = await run_in_threadpool(self._chat_prompt, wanted)
         return await self._answer(request, wanted, [prompt], protocol.Chat, mask)
+
+    def _chat_prompt(self, wanted: ChatRequest) -> tuple[str | None, list[int]]:
+        """The document that a chat names, or the longest one whose tokens it begins with, and the tokens after it."""
+        self._require_template("messages")
+        messages = [message.as_dict() for message in wanted.messages]
+        if wanted.document is None:
+            tokens = encode_prompt(self._lm, messages, "messages")
+            found, length = self._engine.prefix_of(tokens) or (None, 0)
+            return found, tokens[length:]
+        require_field(
+            messages[0]["role"] == "user",
+            "messages",
+            f"messages[0].role = {messages[0]['role']}: must be user in a chat over a document; a system message "
+            "stands before the document: give it as system when the document is uploaded",
+        )
+        messages[0]["content"] = f"{_DOCUMENT}\n\n{messages[0]['content']}"
+        _, *after = render_chat(self._lm, messages, "messages").split(_DOCUMENT)
+        changes = f"messages: the chat template of {self._lm.name} changes messages: no document can be a part"
+        require_field(len(after) == 1, "messages", changes)
+        return self._continuation(after[0], wanted.document)
+
+    def _continuation(self, prompt: str | list[int], document: str | None) -> tuple[str | None, list[int]]:
+        """A document, if one is named, and the tokens of a prompt, which is appended to it as it is."""
+        if document is None or not isinstance(prompt, str):
+            return document, encode_prompt(self._lm, prompt, "prompt")
+        return document, encode_continuation(self._lm, prompt, self._engine.document(document).tokens, "prompt")
 
     @functools.cached_property
     def _grammars(self) -> Grammars:
@@ -169,7 +207,7 @@ class Server:
     async def _complete(self, request: Request) -> Response:
         wanted = protocol.read_request(CompletionRequest, await self._body(request))
         self._model(wanted.model)
-        encode = functools.partial(self._encoder.complete, document=wanted.document)
+        encode = functools.partial(self._continuation, document=wanted.document)
         prompts = await run_in_threadpool(lambda: list(map(encode, wanted.prompt)))
         return await self._answer(request, wanted, prompts, protocol.Text)
 
@@ -177,18 +215,18 @@ class Server:
         self,
         request: Request,
         wanted: ChatRequest | CompletionRequest,
-        prompts: Sequence[EncodedPrompt],
+        prompts: Sequence[tuple[str | None, list[int]]],
         kind: type[protocol.Chat],
         mask: Callable[[], Mask] | None = None,
     ) -> Response:
-        configs = [protocol.generation_config(wanted, self._max_tokens(wanted, each)) for each in prompts]
+        begun = [(*each, protocol.generation_config(wanted, self._max_tokens(wanted, *each))) for each in prompts]
         rows, held = len(prompts) * wanted.n, sum(each.rows for each in self._metrics.open)
         most = self._settings.max_rows
         require_field(rows <= most, "n", f"n = {rows} answers: at most {most} may wait or be written")
         busy = f"{held} answers wait or are written, and {rows} more are requested: at most {most} may; try again later"
         require_field(held + rows <= most, None, busy, status=429, code="rate_limit_exceeded")
         answers, form = Answers(self._metrics, rows, wanted.n), kind(self._settings.model, self._lm.tokenizer)
-        await answers.begin(self._engine, list(zip(prompts, configs, strict=True)), mask)
+        await answers.begin(self._engine, begun, mask)
         if wanted.stream:
             return _Events(self._events(answers, form, wanted.stream_options.include_usage), answers)
         gone = asyncio.ensure_future(_close_when_gone(request, answers))
@@ -213,13 +251,14 @@ class Server:
         except Exception as error:
             yield _event(protocol.of_error(error).body())
 
-    def _max_tokens(self, wanted: ChatRequest | CompletionRequest, prompt: EncodedPrompt) -> int:
+    def _max_tokens(self, wanted: ChatRequest | CompletionRequest, document: str | None, tokens: list[int]) -> int:
         """Most tokens of an answer: as requested, or a default within the model's positions."""
         most, given = self._settings.max_tokens, wanted.max_tokens or wanted.max_completion_tokens
         if given is not None:
             require_field(given <= most, "max_tokens", f"max_tokens = {given}: must be at most {most}")
             return given
-        left = self._lm.config.max_context - prompt.document_tokens - len(prompt.tokens)
+        held = 0 if document is None else len(self._engine.document(document).tokens)
+        left = self._lm.config.max_context - held - len(tokens)
         default = wanted.default_tokens or self._settings.default_tokens
         return max(1, wanted.min_tokens, min(default, most, left))
 

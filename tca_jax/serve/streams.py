@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import require_tokenizer
-from tca_jax.engine.request import Answer, AnswerReader, certain_characters
+from tca_jax.engine.request import AnswerReader, certain_characters
 from tca_jax.errors import require
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -124,23 +122,24 @@ class Stream:
         """
         for _ in self._pieces(timeout):
             pass
-        return self._completion()
+        end: Any = self.piece(0)[1]
+        return end
 
     def _pieces(self, timeout: float | None) -> Iterator[str]:
         deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout is None else timeout)
-        changed, sent, finished = threading.Event(), 0, False
+        changed, sent, end = threading.Event(), 0, None
         with self.listening(changed.set):
-            while not finished:
+            while end is None:
                 changed.clear()
-                piece, finished = self._piece(sent)
+                piece, end = self.piece(sent)
                 sent += len(piece)
                 if piece:
                     yield piece
-                in_time = finished or changed.wait(deadline - time.monotonic())
+                in_time = end is not None or changed.wait(deadline - time.monotonic())
                 require(in_time, f"the answer has not ended within {timeout} seconds", TimeoutError)
 
-    def _read(self) -> tuple[Answer, FinishReason | None]:
-        """The answer so far, and its finish reason if that is all."""
+    def piece(self, sent: int) -> tuple[str, Completion | None]:
+        """Text after the characters that were handed out, and the answer if that is all. Raises its error."""
         ended = self._ended
         if isinstance(ended, BaseException):
             raise ended
@@ -150,21 +149,15 @@ class Stream:
             self._cancelled = self._cancelled or cancels
         if cancels:  # at a stop string, which only the reader sees
             self.cancel()
-        return answer, "stop" if answer.stopped and (ended or not self.keep) else ended
-
-    def _piece(self, sent: int) -> tuple[str, bool]:
-        """Text after the characters that were handed out, and whether it is the last."""
-        answer, reason = self._read()
+        reason = "stop" if answer.stopped and (ended or not self.keep) else ended
         certain = certain_characters(answer, self.config.stop, finished=reason is not None)
-        return (answer.text or "")[sent : max(sent, certain)], reason is not None
-
-    def _completion(self) -> Completion:
-        """The answer, which has ended."""
-        answer, reason = self._read()
+        text = (answer.text or "")[sent : max(sent, certain)]
+        if reason is None:
+            return text, None
         count, most = len(answer.tokens), self.config.num_logprobs
-        return Completion(
+        return text, Completion(
             tokens=answer.tokens,
-            finish_reason=reason or "length",
+            finish_reason=reason,
             prompt_tokens=self.prompt_tokens,
             document_tokens=self.document_tokens,
             document=self.document,
@@ -174,34 +167,3 @@ class Stream:
             top_logprobs=[of[:most] for of in self._top[:count]] if most else None,
             _text=answer.text,
         )
-
-
-async def follow(
-    streams: Sequence[Stream], seconds: float | None = None
-) -> AsyncIterator[tuple[int, str | Completion]]:
-    """Pieces of several answers, each with its index, and their completions. TimeoutError after `seconds`."""
-    loop, changed = asyncio.get_running_loop(), asyncio.Queue[int]()
-    sent, running = [0] * len(streams), set(range(len(streams)))
-
-    def listener(index: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(changed.put_nowait, index)
-
-    deadline = None if seconds is None else loop.time() + seconds
-    with contextlib.ExitStack() as listening:
-        for index, stream in enumerate(streams):
-            listening.enter_context(stream.listening(functools.partial(listener, index)))
-            changed.put_nowait(index)
-        while running:
-            async with asyncio.timeout_at(deadline):
-                now = {await changed.get()}
-            while not changed.empty():
-                now.add(changed.get_nowait())
-            for index in sorted(now & running):
-                piece, finished = streams[index]._piece(sent[index])
-                sent[index] += len(piece)
-                if piece:
-                    yield index, piece
-                if finished:
-                    running.remove(index)
-                    yield index, streams[index]._completion()

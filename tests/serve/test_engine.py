@@ -202,7 +202,7 @@ def engine_of(layered):
 
 def wait(engine, holds):
     """Waits for something that the engine's thread brings about."""
-    assert engine._loop.wait_until(lambda: bool(holds()), 120)
+    assert engine._wait_until(lambda: bool(holds()), 120)
 
 
 def free_pages(engine):

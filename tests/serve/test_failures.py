@@ -78,8 +78,12 @@ def engine_of(lm, pages, **options):
         assert engine.answer_pages.free == engine.answer_pages.total
         for document in engine.documents():
             engine.forget(document.id)
-        engine._loop.call(lambda: engine._documents.make_room(engine.document_pages.total))  # prompts leave
+        empty_device(engine)  # prompts leave
         assert engine.document_pages.free == engine.document_pages.total
+
+
+def empty_device(engine):
+    engine._post(lambda: engine._documents.make_room(engine.document_pages.total)).result()
 
 
 def fails_once(program, consumed):
@@ -257,7 +261,7 @@ def test_failed_moves_fail_their_request_alone(lm, pages, expected, tmp_path, mo
                 (serve_pages, "place_pages", fails_once(serve_pages.place_pages, ())),
                 (documents, "_to_device", full),
             ):
-                engine._loop.call(lambda engine=engine: engine._documents.make_room(engine.document_pages.total))
+                engine._post(lambda engine=engine: engine._documents.make_room(engine.document_pages.total)).result()
                 assert engine.document(document).state == "host"
                 with monkeypatch.context() as patch:
                     patch.setattr(where, name, failing)
@@ -292,7 +296,7 @@ def test_appended_documents_beyond_the_pool_are_refused(lm):
 def test_a_failed_engine_says_so(speaking, monkeypatch):
     engine = Engine(speaking, pages=100, **SIZES)
     server = Server(engine, Settings("tiny"))
-    monkeypatch.setattr(engine._scheduler._prefiller, "read_on", lambda: False)
+    monkeypatch.setattr(engine._scheduler, "_read_on", lambda: False)
     waiting = engine.read("a document")
     stream, failed = engine.ask(waiting, QUESTION, **OPTIONS), "the engine has failed: MemoryError: none is left"
 
@@ -306,7 +310,7 @@ def test_a_failed_engine_says_so(speaking, monkeypatch):
             with concurrent.futures.ThreadPoolExecutor() as threads:
                 waits = threads.submit(engine.wait, waiting, SECONDS)
                 monkeypatch.setattr(engine._scheduler, "step", step)
-                engine._loop.call(lambda: None)
+                engine._post(lambda: None).result()
                 with pytest.raises(UserError, match=failed):
                     waits.result(SECONDS)
             answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
