@@ -78,12 +78,8 @@ def engine_of(lm, pages, **options):
         assert engine.answer_pages.free == engine.answer_pages.total
         for document in engine.documents():
             engine.forget(document.id)
-        empty_device(engine)  # prompts leave
+        engine._post(lambda: engine._documents.make_room(engine.document_pages.total)).result()  # prompts leave
         assert engine.document_pages.free == engine.document_pages.total
-
-
-def empty_device(engine):
-    engine._post(lambda: engine._documents.make_room(engine.document_pages.total)).result()
 
 
 def fails_once(program, consumed):
