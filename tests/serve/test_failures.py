@@ -276,9 +276,6 @@ def test_documents_without_room_fail(lm, pages, expected):
         assert engine.ask(document, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A)
 
 
-# Order
-
-
 def test_appended_documents_beyond_the_pool_are_refused(lm):
     with engine_of(lm, lm.cache_layout(1, 16).num_pages, answer_tokens=256) as engine:
         document = engine.read(prompt_of(3, 12))

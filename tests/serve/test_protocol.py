@@ -138,8 +138,6 @@ def test_errors_name_fields_of_the_protocol():
     assert of_schema.param == "response_format.json_schema.schema"
 
 
-# Answers
-
 TEXT = "naïve café 日本 🦩 ok"
 
 
