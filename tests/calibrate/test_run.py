@@ -42,15 +42,19 @@ def ids_tokenizer(text, verbose=True):
 
 def reference_scores(lm, ids, config):
     """Scores [layers, Hkv, M + 1] of unpadded tokens under the attention of JAX."""
-    scores = []
 
-    def attention(layer, q, k, v, state):
-        scores.append(calibration_scores(q, k, jnp.array([len(ids)]), config)[0])
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True), state
+    @jax.jit
+    def run(tokens, positions):
+        scores = []
 
-    positions = jnp.arange(len(ids))[None]
-    lm.decoder(jnp.asarray(ids)[None], positions, attention, (None,) * lm.config.num_layers)
-    return np.stack(scores)
+        def attention(layer, q, k, v, state):
+            scores.append(calibration_scores(q, k, jnp.array([len(ids)]), config)[0])
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True), state
+
+        lm.decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
+        return jnp.stack(scores)
+
+    return np.asarray(run(jnp.asarray(ids)[None], jnp.arange(len(ids))[None]))
 
 
 @pytest.mark.parametrize("config", [CONFIG, TCAConfig.paper(block_size=8, window=32)], ids=["default", "paper"])

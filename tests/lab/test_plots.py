@@ -68,7 +68,7 @@ KVZIP = {"window": 32, "block_size": 16, "share": 0.3, "chunk": 90}
     ("name", "options"),
     [
         ("snapkv", SNAPKV),
-        ("tca", {"candidates": [[2, 9], [CONFIG.num_candidates, 0]], "config": CONFIG}),
+        pytest.param("tca", {"candidates": [[2, 9], [14, 0]], "config": CONFIG}, marks=pytest.mark.integration),
         pytest.param("kvzip", KVZIP, marks=pytest.mark.integration),
     ],
 )

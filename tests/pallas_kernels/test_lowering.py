@@ -18,7 +18,7 @@ PAGED = {"Hq": 32, "Hkv": 8, "P": 1600}
 EIGHT_BITS = {"q": jnp.bfloat16, "caches.k": CODES, "caches.v": CODES}
 
 CASES = [
-    *(("select_tokens", "triton", 2, sizes) for sizes in (LLAMA, QWEN, LARGE, FLOAT32, SHORT)),
+    *(("select_tokens", "triton", 2, sizes) for sizes in (QWEN, LARGE, FLOAT32)),
     # A program has few tiles of a group of 7 and of small strides, several of a group of 4 and large ones.
     ("block_mass", "triton", 1, {**LLAMA, "stride": 8}),
     ("block_mass", "triton", 1, {**LLAMA, "stride": 32, "config": BlockMassConfig(2, 64, 4, 3)}),

@@ -79,33 +79,19 @@ def _round(rng, cache):
 
 @on_every_backend("paged_attention")
 @pytest.mark.parametrize(
-    ("case", "window", "same_as"),
-    [
-        *((case, WINDOW, WINDOW) for case in (BLOCKS, DECODING, SOME, SHARED, UNSEEN)),
-        (DECODING, PAGE, PAGE),
-        (DECODING, 2**20, 96),  # past all tokens
-    ],
-)
-def test_equals_the_oracle(case, window, same_as, backend):
-    arguments, expected = _case(*case, window=same_as)
-    check_attention(implementation("paged_attention", backend)(*arguments, window=window), expected)
-
-
-@on_every_backend("paged_attention")
-@pytest.mark.parametrize(
     ("case", "eight_bits", "group", "head_dim", "dtype", "tolerance"),
     [
         (DECODING, (), 4, 128, jnp.bfloat16, 2e-2),
-        (SOME, (), 7, 64, jnp.bfloat16, 2e-2),
-        (SOME, (), 6, 64, jnp.float32, 1e-5),
-        (DECODING, (), 20, 16, jnp.float16, 5e-3),
         (DECODING, (0,), 1, 64, jnp.float32, 2e-5),
+        (SOME, (), 7, 64, jnp.float32, 1e-5),
         (SOME, (0, 1), 7, 64, jnp.float16, 5e-3),
-        (BLOCK, (0,), 4, 128, jnp.bfloat16, 2e-2),
-        (SOME, (0,), 2, 32, jnp.float32, 2e-5),
+        (BLOCKS, (0,), 6, 64, jnp.bfloat16, 2e-2),
+        (BLOCKS, (), 2, 16, jnp.float32, 1e-5),
+        (SHARED, (), 20, 16, jnp.float16, 5e-3),
+        (UNSEEN, (), 2, 16, jnp.float32, 1e-5),
     ],
 )
-def test_groups_dimensions_and_types(case, eight_bits, group, head_dim, dtype, tolerance, backend):
+def test_equals_the_oracle(case, eight_bits, group, head_dim, dtype, tolerance, backend):
     arguments, expected = _case(*case, group=group, head_dim=head_dim, dtype=dtype, eight_bits=eight_bits)
     out, lse = implementation("paged_attention", backend)(*arguments, window=WINDOW)
     assert out.dtype == dtype
@@ -113,7 +99,14 @@ def test_groups_dimensions_and_types(case, eight_bits, group, head_dim, dtype, t
 
 
 @on_every_backend("paged_attention")
-@pytest.mark.parametrize(("case", "eight_bits"), [(DECODING, ()), (SHARED, ()), (BLOCKS, ()), (SOME, (0,))])
+@pytest.mark.parametrize(("window", "same_as"), [(PAGE, PAGE), (2**20, 96)])  # the latter past all tokens
+def test_a_window_is_of_any_size(window, same_as, backend):
+    arguments, expected = _case(*DECODING, window=same_as)
+    check_attention(implementation("paged_attention", backend)(*arguments, window=window), expected)
+
+
+@on_every_backend("paged_attention")
+@pytest.mark.parametrize(("case", "eight_bits"), [(SHARED, ()), (BLOCKS, (0,))])
 def test_kept_tokens_have_a_bias(case, eight_bits, backend):
     rng = np.random.default_rng(1)
 

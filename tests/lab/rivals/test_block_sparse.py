@@ -47,14 +47,11 @@ FLEX = {"block_size": BLOCK, "min_budget": 16}
 #: Method and options by name.
 CASES = {
     "xattention": ("xattention", {"threshold": 0.7, "stride": 4, **SMALL}),
-    "xattention, a group a block": ("xattention", {"threshold": 0.5, "stride": 16, **SMALL}),
     "xattention, two chunks": ("xattention", {"threshold": 0.6, "stride": 4, "chunk": 64, **SMALL}),
-    "xattention by heads": ("xattention", {"threshold": [[0.3, 0.9, 0.6, 0.5]], "stride": 4, "chunk": 0, **SMALL}),
+    "xattention by heads": ("xattention", {"threshold": [[0.3, 0.9, 0.6, 0.5]], "stride": BLOCK, "chunk": 0, **SMALL}),
     "flexprefill": ("flexprefill", {"gamma": 0.5, "tau": 0.0, **FLEX, "min_budget": 32}),
-    "all query-aware": ("flexprefill", {"gamma": 0.7, "tau": 9.0, **FLEX}),
     "some query-aware": ("flexprefill", {"gamma": 0.8, "tau": 0.45, **FLEX}),
     "minference": ("minference", {"patterns": [KINDS], "blocks": 3, **SMALL}),
-    "minference, no block-sparse head": ("minference", {"patterns": [KINDS[:2] * 2], "scale": 2.0, **SMALL}),
     "minference by default": ("minference", {"scale": 0.01, **SMALL}),
 }
 

@@ -59,7 +59,7 @@ def feed(policy, rows, new, first):
     return jax.lax.scan(step, rows, (steps, *(jnp.swapaxes(x, 0, 1) for x in new)))[1]
 
 
-@pytest.mark.parametrize(("group", "samples", "pages"), [(4, 1, 1), (1, 1, 3), (4, 2, 3)])
+@pytest.mark.parametrize(("group", "samples", "pages"), [(1, 1, 3), (4, 2, 1)])
 def test_steps_attend_to_the_rules_pages(group, samples, pages):
     lengths, steps, rng = (61, 44), 26, np.random.default_rng(group + samples)
     count = len(lengths) * samples
