@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ _MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 
 _NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}  # launches in a graph, at least
 _OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
-_kept: dict[_Key, Any] = {}  # least recently used first
-_compiling: dict[_Key, Future[Any]] = {}
+_kept: dict[_Key, Compiled] = {}  # least recently used first
 _compilers = ThreadPoolExecutor(4, thread_name_prefix="tca-jax-compile")
 _lock = threading.Lock()  # several threads may compile at once
 
@@ -52,43 +51,20 @@ class Program:
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = (), *, one_layer: bool = False) -> None:
         self.function, self._donate, self._one_layer = function, donate, one_layer
 
-    def prepare(
-        self, *args: Any, then: Callable[[Any], None] | None = None, **static: Any
-    ) -> tuple[Callable[..., Any], float]:
-        """Compiles for these arguments, or for their shapes (`results_of`), unless that was done before.
+    def start(self, *args: Any, **static: Any) -> tuple[Compiled, float]:
+        """The program for these arguments, or for their shapes, and the seconds that tracing took: 0.0 if it was there.
 
-        `then` gets the shapes of the results before the program compiles: it has threads compile what follows.
-
-        Returns:
-            The executable, to be called with the same positional arguments, and the seconds that compiling took
-            (0.0 when nothing was compiled).
+        A thread compiles it. It takes the same positional arguments.
         """
         place = getattr(self.function, "place", None)
-        if place is not None and args[0].mesh is not None:
-            with jax.set_mesh(args[0].mesh):  # the caller's may be another one, or have axes of another type
-                executable, seconds = self._prepare((args[0], *place(args[0], args[1:])), static, then)
-            return _Placing(executable, place), seconds
-        return self._prepare(args, static, then)
+        if place is None or args[0].mesh is None:
+            return self._start(args, static, None)
+        with jax.set_mesh(args[0].mesh):  # the caller's may be another one, or have axes of another type
+            return self._start((args[0], *place(args[0], args[1:])), static, place)
 
     def run(self, *args: Any, **static: Any) -> Any:
-        """Calls the executable, which is compiled first unless that was done before."""
-        return self.prepare(*args, **static)[0](*args)
-
-    def compile_ahead(self, *args: Any, **static: Any) -> Any:
-        """Traces the function for these arguments, or shapes, and has a thread compile it; `prepare` waits for it.
-
-        Returns:
-            Shapes of its results; None if it has been compiled.
-        """
-        key = self._key(args, static)
-        with _lock:
-            if key in _kept:
-                return None
-        lowered = self._lower(args, static)
-        with _lock:
-            if key not in _kept and key not in _compiling:
-                _compiling[key] = _compilers.submit(_compile, key, lowered)
-        return results_of(lowered)
+        """Calls the program, which is compiled first unless that was done before."""
+        return self.start(*args, **static)[0](*args)
 
     def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> _Key:
         leaves, structure = jax.tree.flatten(args)
@@ -102,40 +78,48 @@ class Program:
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate, compiler_options=options)
         return jitted.lower(*args, **static)
 
-    def _prepare(
-        self, args: Sequence[Any], static: Mapping[str, Any], then: Callable[[Any], None] | None
-    ) -> tuple[Callable[..., Any], float]:
-        key, start = self._key(args, static), time.perf_counter()
+    def _start(self, args: Sequence[Any], static: Mapping[str, Any], place: Any) -> tuple[Compiled, float]:
+        key, begun = self._key(args, static), time.perf_counter()
         with _lock:
-            if (executable := _kept.pop(key, None)) is not None:
-                _kept[key] = executable
-                return executable, 0.0
-            ahead = _compiling.get(key)
+            known = _kept.pop(key, None)
+            if known is not None and not (known.compiling.done() and known.compiling.exception()):
+                _kept[key] = known
+                return known, 0.0
+        compiled = Compiled(self._lower(args, static), place)
+        with _lock:
+            _kept[key] = compiled
+            while len(_kept) > (_MOST_ON_CPU if jax.default_backend() == "cpu" else _MOST_PROGRAMS):
+                del _kept[next(iter(_kept))]
+        return compiled, time.perf_counter() - begun
+
+
+class Compiled:
+    """A program for arguments of some shapes, which a thread may still be compiling."""
+
+    def __init__(self, lowered: Any, place: Callable[..., tuple[Any, ...]] | None) -> None:
+        self._place, self._results, self.compiling = place, lowered.out_info, _compilers.submit(lowered.compile)
+        if place is not None:  # processes that share a mesh compile the same programs in the same order
+            self.wait()
+
+    @property
+    def shapes(self) -> Any:
+        """Shapes of its results: the next program can be started for them."""
+        return shapes_of(self._results)
+
+    def wait(self) -> Any:
+        """Waits until it has been compiled, and returns the executable."""
         try:
-            if ahead is None:
-                lowered = self._lower(args, static)
-                if then is not None:
-                    then(results_of(lowered))
-                executable = _compile(key, lowered)
-            else:
-                executable = ahead.result()
+            return self.compiling.result()
         except KeyboardInterrupt:
             forget_programs()  # those that wait for a thread would delay the end of the process
             raise
-        return executable, time.perf_counter() - start
 
-
-def _compile(key: _Key, lowered: Any) -> Any:
-    try:
-        executable = lowered.compile()
-        with _lock:
-            _kept[key] = executable
-            while len(_kept) > (_MOST_ON_CPU if jax.default_backend() == "cpu" else _MOST_PROGRAMS):
-                del _kept[next(iter(_kept))]
-        return executable
-    finally:
-        with _lock:
-            _compiling.pop(key, None)
+    def __call__(self, *args: Any) -> Any:
+        executable = self.wait()
+        if self._place is None:
+            return executable(*args)
+        with jax.set_mesh(args[0].mesh):
+            return executable(args[0], *self._place(args[0], args[1:]))
 
 
 def _sharding(leaf: Any) -> Any:
@@ -147,33 +131,9 @@ def _sharding(leaf: Any) -> Any:
 def forget_programs() -> None:
     """Drops all programs; each is compiled again when it is next needed."""
     with _lock:
-        for waiting in _compiling.values():
-            waiting.cancel()
+        for program in _kept.values():
+            program.compiling.cancel()
         _kept.clear()
-        _compiling.clear()
-
-
-class _Placing:
-    """An executable over a mesh that puts its arguments where they belong."""
-
-    def __init__(self, executable: Any, place: Callable[..., tuple[Any, ...]]) -> None:
-        self._executable, self._place = executable, place
-        self.out_info = executable.out_info
-
-    def as_text(self) -> str:
-        return self._executable.as_text()
-
-    def memory_analysis(self) -> Any:
-        return self._executable.memory_analysis()
-
-    def __call__(self, lm: Any, *args: Any) -> Any:
-        with jax.set_mesh(lm.mesh):
-            return self._executable(lm, *self._place(lm, args))
-
-
-def results_of(executable: Any) -> Any:
-    """Shapes of the results of an executable, or of a lowered program: the next one can be prepared for them."""
-    return shapes_of(executable.out_info)
 
 
 def shapes_of(arrays: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.pages import Rows
+from tca_jax.engine.pages import Rows, Widths
 from tca_jax.engine.read import attend_selected
 from tca_jax.methods.base import Heads
 
@@ -17,9 +17,8 @@ def read_layer(method, layout, lengths, qkv, fed=0, layer=0, backend="auto"):
         1,
         *(len(lengths), k.shape[2]),
         pages=layout.num_pages,
-        columns=layout.kept_columns[0],
-        window_pages=layout.num_window_pages,
-        mean_pages=None,
+        widths=Widths(layout.kept_columns[0], layout.num_window_pages, 0),
+        scored=False,
         page_size=layout.block_size,
         head_dim=k.shape[-1],
         dtype=jnp.float32,

@@ -8,7 +8,7 @@ import httpx
 import openai
 import uvicorn
 
-from tca_jax.programs import Program
+from tca_jax.programs import Compiled, Program
 from tca_jax.serve.server import Server, Settings
 
 
@@ -18,19 +18,21 @@ class Watched(Program):
     def __init__(self, program, compiling=lambda: None, running=lambda *args: None):
         self.program, self.compiling, self.running = program, compiling, running
 
-    def compile_ahead(self, *args, **static):
-        return self.program.compile_ahead(*args, **static)
-
-    def prepare(self, *args, **static):
+    def start(self, *args, **static):
         self.compiling()
-        executable, seconds = self.program.prepare(*args, **static)
+        compiled, seconds = self.program.start(*args, **static)
+        return WatchedCompiled(compiled, self.running), seconds
 
-        def run(*given):
-            self.running(*given)
-            return executable(*given)
 
-        run.out_info = executable.out_info
-        return run, seconds
+class WatchedCompiled(Compiled):
+    """A compiled program, and what is called before it runs."""
+
+    def __init__(self, compiled, running):
+        self.__dict__.update(vars(compiled), running=running)
+
+    def __call__(self, *args):
+        self.running(*args)
+        return super().__call__(*args)
 
 
 KEY = "a-key"

@@ -10,11 +10,10 @@ import numpy as np
 
 from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.contexts import prefill
-from tca_jax.engine.generation import output_of
+from tca_jax.engine.generation import Request, output_of
 from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import DocumentTemplate, Encoder, bucket_length, encode_continuation
-from tca_jax.engine.request import Request
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.recall.tasks import LATE_PREFIX, READ_FIRST, WITH_LEAD

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Float32, Int
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.extend import Where, feed, num_columns
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, heads_of, rows_of_device
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, rows_of_device
 from tca_jax.engine.pages import Rows
-from tca_jax.engine.read import Calls, ReadRows, empty_rows, fork, pages_of_forks, read
+from tca_jax.engine.read import Calls, ReadRows, empty_rows, fork, read
 from tca_jax.lab.rivals.compression import over_heads
 from tca_jax.methods.full import FullCache
 from tca_jax.methods.regions import Selection
@@ -61,7 +61,7 @@ def read_and_repeat(
     policy: Any = lm.method.cache  # a KVzipCache
     held, scores = repeat(lm, policy.repetition, tokens, lengths, calls, backend=backend)
     selections, rows = calls(_select_program, lm, scores, lengths, layout=layout, more_pages=more_pages)
-    bare, options = lm.without_weights(), {"layout": layout, "backend": backend}
+    bare, options = lm.without_weights, {"layout": layout, "backend": backend}
     for layer, selection in enumerate(selections):
         given = rows, held.rows, selection, lengths, most, jnp.int32(layer)
         rows = calls(_keep_program, bare, *given, **options)
@@ -84,18 +84,18 @@ def repeat(
         chunk is repeated (KVzip, Algorithm 1), `AHEAD` for sinks.
     """
     (count, length), b, size = tokens.shape, FullCache.block_size, repetition.chunk
-    lm = dataclasses.replace(lm.for_programs(), method=dataclasses.replace(lm.method, cache=FullCache()), kv=None)
+    lm = dataclasses.replace(lm.for_programs, method=dataclasses.replace(lm.method, cache=FullCache()), kv=None)
     sinks, batch = min(repetition.sinks, length), rows_of_device(lm, count, "prompts")
     texts = list(_texts(repetition, tokens))
     most = max(text.shape[1] for _, text in texts)
-    more = pages_of_forks(lm, batch, length, most)
+    more = lm.cache_layout(batch, length, most, following=True).num_pages
     layout = lm.cache_layout(batch, length)
     found = read(lm, tokens, lengths, lengths, layout, calls, more_pages=more, backend=backend)
     rows = fork(lm, found.rows, 1, lengths + most, length, most, calls, private=True)
     nothing = jnp.where(jnp.arange(length) < sinks, AHEAD, jnp.zeros((count, lm.config.num_kv_heads, length)))
-    scores, bare = [nothing] * lm.config.num_layers, lm.without_weights()
+    scores, bare = [nothing] * lm.config.num_layers, lm.without_weights
     sizes = {"sinks": sinks, "chunk": max(1, min(size, length - sinks)), "fed_tokens": most}
-    columns = jnp.arange(num_columns(b - 1 + most, b)) - (lengths % b)[:, None]
+    columns = num_columns(b - 1 + most, b)
     for start, text in texts:
         there = jnp.clip(lengths - start, 0, size)
         fed = jnp.where(there > 0, text.shape[1] - min(size, length - start) + there, 0)
@@ -104,8 +104,8 @@ def repeat(
             given = scores[layer], q, rows, here, jnp.int32(start), jnp.int32(layer)
             scores[layer] = calls(_score_program, bare, *given, **sizes)
 
-        aligned = jnp.take_along_axis(text, jnp.clip(columns, 0, text.shape[1] - 1), axis=1)
-        rows = feed(lm, rows, aligned, lengths, fed, calls, watch=watch, backend=backend).rows
+        padded = jnp.pad(text, ((0, 0), (0, columns - text.shape[1])))
+        rows, *_ = feed(lm, rows, padded, lengths, fed, calls, watch=watch, backend=backend)
     return found._replace(rows=rows), scores
 
 
@@ -162,9 +162,9 @@ def _select(
 ) -> tuple[list[Selection], Rows]:
     """The tokens that stay in each layer, and rows for them."""
     policy: Any = lm.method.cache  # a KVzipCache
-    heads = [heads_of(lm.head_shards, layer, of_layer.shape[1]) for layer, of_layer in enumerate(scores)]
+    heads = [lm.heads(layer) for layer in range(len(scores))]
     selections = policy.select_repeated(heads, jnp.stack(scores), lengths)
-    return selections, empty_rows(lm, layout, more_pages)
+    return selections, empty_rows(lm, layout.batch, layout.widths, layout.num_pages + more_pages, lm.cache_dtype)
 
 
 def _keep(

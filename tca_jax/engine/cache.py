@@ -13,8 +13,9 @@ import numpy as np
 from jaxtyping import Int
 
 from tca_jax.engine.mesh import HeadShards
+from tca_jax.engine.pages import Widths
 from tca_jax.errors import require
-from tca_jax.methods.base import CachePolicy, num_ranked_blocks, per_head
+from tca_jax.methods.base import CachePolicy, ScoredCache, num_ranked_blocks, per_head
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, num_bytes
 from tca_jax.pallas_kernels.numerics import cdiv, round_up, shared_size
@@ -33,6 +34,8 @@ class CacheLayout:
     kept_pages: tuple[tuple[tuple[int, ...], ...], ...]
     window_columns: int  # most blocks from the first in a row's window to the last that is ever fed
     prompt_tokens: int  # padded length of the prompts, L
+    mean_pages: int  # of a head, for the means of evicted tokens
+    begun_pages: int  # of a head, copies of pages that the rows that others follow have begun
     # Pages of kept tokens that the KV heads of a row share, and how many each head adds to them, where the prompt says
     # how many a head has (`kept_pages` is then the most that it may have): for each layer, or one entry for all layers
     # together. Empty where each head has its own.
@@ -46,36 +49,39 @@ class CacheLayout:
         num_kv_heads: int,  # KV heads of the model
         batch: int,  # prompts, B; of a device
         prompt_tokens: int,  # padded prompt length, L
-        fed_tokens: int,  # most tokens that are fed behind a prompt
+        fed_tokens: int = 0,  # most tokens that are fed behind a prompt
         shards: HeadShards | None = None,  # how the heads are dealt out over a mesh; None on one device
         *,
         following: bool = False,  # whether prompts are in another cache, which these tokens follow
     ) -> CacheLayout:
-        """The cache of prompts and of the tokens that follow them, or of these alone.
-
-        Raises:
-            ValueError: the policy names no capacity for each KV head.
-        """
+        """The cache of prompts and of the tokens that follow them, or of these alone."""
         b, w, layers = policy.block_size, policy.window, range(num_layers)
-        behind = [kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads) for layer in layers]
+
+        def of_heads(method: str, *args: int) -> Int[np.ndarray, " Hkv"]:
+            source = f"{type(policy).__name__}.{method}{args}"
+            return np.asarray(per_head(getattr(policy, method)(*args), num_kv_heads, source))
+
+        def in_pages(tokens: list[np.ndarray], multiple: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+            counts = [-(-of_layer // multiple) * multiple // b for of_layer in tokens]
+            by_device = [x[None] if shards is None else shards.by_device(i, x) for i, x in enumerate(counts)]
+            return tuple(tuple(map(tuple, x.tolist())) for x in by_device)
+
+        behind = [of_heads("growth", layer, prompt_tokens, fed_tokens) for layer in layers]
+        kept = [of_heads("capacities", layer, prompt_tokens) + behind[layer] for layer in layers]
         if following:  # all but one token of the first block may have been there before
-            pages = tuple(_pages_by_device(behind[layer], b, b, shards, layer) for layer in layers)
-            return cls(b, w, batch, pages, max(1, cdiv(b - 1 + fed_tokens, b)), prompt_tokens)
-        kept = [kept_of_prompt(policy, layer, prompt_tokens, num_kv_heads) + behind[layer] for layer in layers]
+            pages = in_pages(behind, b)
+            means, columns = mean_pages(policy, fed_tokens + b), max(1, cdiv(b - 1 + fed_tokens, b))
+            return cls(b, w, batch, pages, columns, prompt_tokens, means, int(np.any(kept)) + (means > 0))
         columns = min(cdiv(prompt_tokens + fed_tokens, b), w // b + 1 + cdiv(fed_tokens, b))
+        means = mean_pages(policy, prompt_tokens + columns * b)
         region = math.lcm(REGION_ALIGNMENT, b)  # a selection comes in such pieces
-        pages = tuple(_pages_by_device(kept[layer], b, region, shards, layer) for layer in layers)
+        pages = in_pages(kept, region)
         budgets = policy.shared_capacities(prompt_tokens, num_layers, num_kv_heads) or ()
         shared, together = [], num_layers // max(1, len(budgets))  # layers that share a budget
         for pool, most in enumerate(budgets):  # each head rounds up what it keeps of the prompt
             of_head = int(np.max(behind[pool * together : (pool + 1) * together]))
             shared.append((round_up(most, region) // b, (region + round_up(of_head, b)) // b))
-        return cls(b, w, batch, pages, columns, prompt_tokens, tuple(shared))
-
-    @property
-    def most_tokens(self) -> int:
-        """Most tokens of a row, prompt included."""
-        return self.prompt_tokens + self.window_columns * self.block_size
+        return cls(b, w, batch, pages, columns, prompt_tokens, means, 0, tuple(shared))
 
     @property
     def num_layers(self) -> int:
@@ -93,9 +99,10 @@ class CacheLayout:
         return min(self.window // self.block_size + 1, self.window_columns)
 
     @property
-    def table_window(self) -> int:
-        """Entries of a table for the window; other lengths share the number."""
-        return min(self.window // self.block_size + 1, shared_size(self.window_columns))
+    def widths(self) -> Widths:
+        """Entries of tables, numbers that other lengths share."""
+        window = min(self.window // self.block_size + 1, shared_size(self.window_columns))
+        return Widths(shared_size(max(self.kept_columns)), window, self.mean_pages)
 
     @property
     def kept_columns(self) -> tuple[int, ...]:
@@ -110,8 +117,9 @@ class CacheLayout:
     @property
     def num_pages(self) -> int:
         """Pages of the pool, as many as the device needs that needs most."""
+        of_head = self.num_window_pages + self.mean_pages + self.begun_pages
         kept = int(self._row_pages.sum(axis=1).max())
-        return self.batch * (self.num_layers * self.num_kv_heads * self.num_window_pages + kept)
+        return self.batch * (self.num_layers * self.num_kv_heads * of_head + kept)
 
     @property
     def pool_layers(self) -> int:
@@ -130,6 +138,11 @@ class CacheLayout:
         together, of_head = self.shared_pages[pool] if self.shared_pages else (2**31 - 1, 0)
         return together + of_head * self.num_kv_heads * self.pool_layers
 
+    @property
+    def most_shared(self) -> int:
+        """Tokens of a row that heads keep together of the prompt, where all layers share one budget."""
+        return self.shared_pages[0][0] * self.block_size
+
     def num_bytes(self, head_dim: int, dtype: Any) -> int:
         """Bytes of keys and values together, on a device."""
         return 2 * num_bytes(self.num_pages * self.block_size, head_dim, dtype)
@@ -146,27 +159,10 @@ class CacheLayout:
         return Regions.plan(self.batch, widest.tolist(), self.block_size, shared)
 
 
-def kept_of_prompt(policy: CachePolicy, layer: int, tokens: int, num_kv_heads: int) -> Int[np.ndarray, " Hkv"]:
-    """Most tokens that each of the model's KV heads keeps of a prompt's ranked blocks."""
-    source = f"{type(policy).__name__}.capacities({layer}, {tokens})"
-    return np.asarray(per_head(policy.capacities(layer, tokens), num_kv_heads, source))
-
-
-def kept_behind(
-    policy: CachePolicy, layer: int, prompt_tokens: int, fed_tokens: int, num_kv_heads: int
-) -> Int[np.ndarray, " Hkv"]:
-    """Most tokens that each of the model's KV heads keeps of the blocks that leave while tokens are fed."""
-    source = f"{type(policy).__name__}.growth({layer}, {prompt_tokens}, {fed_tokens})"
-    return np.asarray(per_head(policy.growth(layer, prompt_tokens, fed_tokens), num_kv_heads, source))
-
-
-def _pages_by_device(
-    tokens: Int[np.ndarray, " Hkv"], block_size: int, multiple: int, shards: HeadShards | None, layer: int
-) -> tuple[tuple[int, ...], ...]:
-    """Pages that hold `tokens` of each KV head, rounded up to a multiple, `[devices][Hkv]`."""
-    pages = -(-tokens // multiple) * multiple // block_size
-    by_device = pages[None] if shards is None else shards.by_device(layer, pages)
-    return tuple(map(tuple, by_device.tolist()))
+def mean_pages(policy: CachePolicy, tokens: int) -> int:
+    """Pages of a head's means, of `tokens` tokens."""
+    has_means, b = isinstance(policy, ScoredCache) and policy.means, policy.block_size
+    return cdiv(shared_size(cdiv(tokens, b)), b) if has_means else 0
 
 
 def spare_pages(pages: int, page_bytes: int) -> int:

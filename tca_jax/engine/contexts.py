@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.engine.cache import require_memory, spare_pages
-from tca_jax.engine.extend import align, feed, num_columns
+from tca_jax.engine.cache import CacheLayout, require_memory, spare_pages
+from tca_jax.engine.extend import feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import CACHES, HeadShards, mesh_name, on_host, place, rows_of_device
+from tca_jax.engine.mesh import CACHES, STATIC, HeadShards, mesh_name, on_host, place, rows_of_device
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import (
     Prompt,
@@ -35,9 +35,6 @@ from tca_jax.engine.read import (
     ReadRows,
     compacted,
     fork,
-    num_pages,
-    page_bytes,
-    pages_of_forks,
     read,
     require_finite,
 )
@@ -106,11 +103,7 @@ class ContextStats:
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rows", "tokens", "lengths", "attended_share", "compile_seconds", "prefill_seconds"],
-    meta_fields=["window", "shards", "identity"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Context:
     """Prefilled tokens, one row or several: a pytree that `generate`, `stream` and `prefill` continue from.
@@ -135,9 +128,9 @@ class Context:
     attended_share: Float32[Array, " B"]
     compile_seconds: float
     prefill_seconds: float
-    window: int
-    shards: HeadShards | None
-    identity: ContextIdentity
+    window: int = dataclasses.field(metadata=STATIC)
+    shards: HeadShards | None = dataclasses.field(metadata=STATIC)
+    identity: ContextIdentity = dataclasses.field(metadata=STATIC)
 
     def __repr__(self) -> str:
         tokens = " + ".join(f"{n:,}" for n in np.asarray(self.lengths).tolist())
@@ -320,13 +313,7 @@ class Prompts:
 
     @classmethod
     def create(cls, lm: LM, prompts: Any, context: Any) -> Prompts:
-        """Checks that the context is the model's, and encodes the prompts.
-
-        Raises:
-            ValueError: the context belongs to another model or method, or has another number of rows; or a prompt is
-                not allowed.
-            TypeError: `context` is none, or a prompt is of a wrong type.
-        """
+        """Checks that the context is the model's, and encodes the prompts."""
         if context is None:
             return cls(lm, encode_prompts(lm, prompts), None)
         require_type("context", context, Context, "a Context, from tca_jax.prefill")
@@ -377,28 +364,33 @@ class Prompts:
         return num_columns(max(end - start // b * b for start, end in zip(self.starts, self.ends, strict=True)), b)
 
     @property
-    def _sizes(self) -> tuple[int, int, int]:
-        """Prompts of a device, most tokens of a prompt with its context, and tokens that are fed to its own row."""
-        held = 0 if self.context is None else self.context.tokens.shape[1]
-        rows = rows_of_device(self.lm, len(self.ids), "prompts")
-        return rows, held + self._columns, self.fed_tokens if self.times == 1 else 0
+    def _own_tokens(self) -> int:
+        """Tokens that are fed to a prompt's own row."""
+        return self.fed_tokens if self.times == 1 else 0
+
+    @functools.cached_property
+    def _layouts(self) -> list[CacheLayout]:
+        """Sizes of the prompts' rows, and of the rows that continue each where these are several."""
+        rows, cache_layout = rows_of_device(self.lm, len(self.ids), "prompts"), self.lm.cache_layout
+        if self.context is None:
+            layouts = [cache_layout(rows, self._columns, self._own_tokens)]
+        else:
+            layouts = [cache_layout(rows, self._held, self._columns + self._own_tokens, following=True)]
+        if self.times > 1:
+            sizes = rows * self.times, self._held + self._columns, self.fed_tokens
+            layouts.append(cache_layout(*sizes, following=True))
+        return layouts
 
     @property
-    def _fork_pages(self) -> int:
-        """Pages of rows that continue prompts, where these are several."""
-        rows, columns, _ = self._sizes
-        return pages_of_forks(self.lm, rows * self.times, columns, self.fed_tokens) if self.times > 1 else 0
+    def _held(self) -> int:
+        """Padded tokens of the context."""
+        return 0 if self.context is None else self.context.tokens.shape[1]
 
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of all pages that rows may use, on each device."""
-        (rows, columns, own), context, shared = self._sizes, self.context, 0
-        if context is None:
-            pages = num_pages(self.lm, self.lm.cache_layout(rows, columns, own))
-        else:
-            pages = pages_of_forks(self.lm, rows, context.tokens.shape[1], self._columns + own)
-            shared = context.num_bytes // context.num_devices
-        return shared + page_bytes(self.lm) * (pages + self._fork_pages)
+        shared = 0 if self.context is None else self.context.num_bytes // self.context.num_devices
+        return shared + self.lm.page_bytes * sum(layout.num_pages for layout in self._layouts)
 
     @property
     def full_bytes(self) -> int:
@@ -411,23 +403,20 @@ class Prompts:
 
     def read(self, calls: Calls, backend: Backend, then: Callable[[Any, Any, Any], None] | None = None) -> ReadRows:
         """Reads the prompts into rows, `row_lengths` long; `then` as for `engine.read.read`."""
-        lm, context, (rows, columns, own) = self.lm, self.context, self._sizes
+        lm, context, own = self.lm, self.context, self._own_tokens
         if context is None:
             tokens, lengths = self.with_contexts  # of NumPy, which dispatches nothing
-            layout, more = lm.cache_layout(rows, columns, own), self._fork_pages
-            more += spare_pages(num_pages(lm, layout) + more, page_bytes(lm))
+            (layout, *forks), pages = self._layouts, sum(layout.num_pages for layout in self._layouts)
+            more = sum(each.num_pages for each in forks) + spare_pages(pages, lm.page_bytes)
             options: dict[str, Any] = {"more_pages": more, "backend": backend, "then": then}
             logits, held, shares = read(lm, tokens, lengths, lengths + own, layout, calls, **options)
         else:
-            tokens, lengths = pad_tokens(self.ids, lm.pad_token_id)
-            starts, fed = np.asarray(self.starts, np.int32), self._columns + own
-            aligned = align(tokens, starts, block_size=context.rows.page_size, columns=self._columns)
-            most, each = jnp.asarray(starts + lengths + own), len(self.ids) // context.batch
-            held = fork(lm, context.rows, each, most, context.tokens.shape[1], fed, calls, private=False)
-            given = jnp.asarray(aligned), jnp.asarray(starts), jnp.asarray(lengths)
-            held, logits, _ = feed(lm, held, *given, calls, backend=backend)
+            tokens, lengths = pad_tokens(self.ids, lm.pad_token_id, self._columns)
+            starts, each, fed = np.asarray(self.starts, np.int32), len(self.ids) // context.batch, self._columns + own
+            held = fork(lm, context.rows, each, starts + lengths + own, self._held, fed, calls, private=False)
+            held, logits, _ = feed(lm, held, tokens, starts, lengths, calls, backend=backend)
             shares = jnp.broadcast_to(context.attended_share, len(starts))
         if self.times > 1:
-            most, private = jnp.asarray(self.row_lengths + self.fed_tokens), context is None
-            held = fork(lm, held, self.times, most, columns, self.fed_tokens, calls, private=private)
+            most, sizes = self.row_lengths + self.fed_tokens, (self._held + self._columns, self.fed_tokens)
+            held = fork(lm, held, self.times, most, *sizes, calls, private=context is None)
         return ReadRows(logits, held, shares)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, any_row, heads_of
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, any_row
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.sampling import Sampling, sample
 from tca_jax.methods.base import UNBOUNDED, CachePolicy, Heads, ScoredCache
@@ -25,54 +25,28 @@ from tca_jax.programs import Program
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "tokens",
-        "step",
-        "last",
-        "done",
-        "lengths",
-        "keys",
-        "seen",
-        "stop_tokens",
-        "min_new_tokens",
-        "logprobs",
-        "top",
-        "finite",
-        "cache",
-        "attended_share",
-    ],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodingState:
     """Everything that one decoding step reads and writes. A row is one answer."""
 
-    # New tokens so far, int32 `[B, N]`, padding behind. Token t is in column t mod N: a server reads
-    # tokens before their columns are used again.
+    # New tokens, padding behind. Token t is in column t mod N: a server reads tokens before their columns are reused.
     tokens: Int[Array, "B N"]
-    step: Int[Array, " B"]  # how many of them were drawn, int32 `[B]`
-    # The newest token of each row, `[B]`: the next step feeds it at position `lengths + step - 1`.
-    last: Int[Array, " B"]
-    done: Bool[Array, " B"]  # rows whose answer has ended, `[B]`
-    lengths: Int[Array, " B"]  # tokens before the answer, `[B]`
-    keys: Key[Array, " B"]  # one PRNG key a row, `[B]`; step t draws with `fold_in(key, t)`
-    seen: Bool[Array, "B V"] | None  # tokens in prompt or answer, `[B, V]`; None without a repetition penalty
-    # Tokens that end a row, `[S]`, or `[B, S]` where rows differ, filled up with the vocabulary's size, which is no
-    # token.
+    step: Int[Array, " B"]  # how many of them were drawn
+    last: Int[Array, " B"]  # the newest token: the next step feeds it at position `lengths + step - 1`
+    done: Bool[Array, " B"]  # rows whose answer has ended
+    lengths: Int[Array, " B"]  # tokens before the answer
+    keys: Key[Array, " B"]  # step t draws with `fold_in(key, t)`
+    seen: Bool[Array, "B V"] | None  # tokens in prompt or answer; None without a repetition penalty
+    # Tokens that end a row; where rows differ, filled up with the vocabulary's size, which is no token.
     stop_tokens: Int[Array, "*B S"]
-    # Tokens before which no stop token is drawn, int32 scalar or `[B]`; None for none.
-    min_new_tokens: Int[Array, "*B"] | None
-    # Log-probability of each new token under the model, before any of the sampling's steps, float32 `[B, N]`; None
-    # unless requested.
-    logprobs: Float[Array, "B N"] | None
-    # The likeliest tokens at each place and their log-probabilities, `[B, N, n]`; None unless requested.
+    min_new_tokens: Int[Array, "*B"] | None  # before which no stop token is drawn; None for none
+    logprobs: Float[Array, "B N"] | None  # under the model, before any of the sampling's steps; None unless requested
+    # The likeliest tokens at each place and their log-probabilities; None unless requested.
     top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None
-    finite: Bool[Array, " B"]  # rows whose prompt led to finite logits, `[B]`
+    finite: Bool[Array, " B"]  # rows whose prompt led to finite logits
     cache: Rows  # what the answers continue from
-    # See `generation.Stats`, float32 `[B]`; None behind a context, which knows it.
-    attended_share: Float32[Array, " B"] | None = None
+    attended_share: Float32[Array, " B"] | None = None  # see `generation.Stats`; None behind a context, which knows it
 
 
 _BY_ROW: dict[str, Any] = {field.name: ROWS for field in dataclasses.fields(DecodingState)}
@@ -81,59 +55,12 @@ _SHARED: dict[str, Any] = dict.fromkeys(("stop_tokens", "min_new_tokens"), SAME)
 STATE = DecodingState(**{**_BY_ROW, **_SHARED, "cache": CACHES})
 
 
-def decode(
-    lm: LM,
-    state: DecodingState,
-    limit: Int[Array, "*B"],  # tokens of an answer
-    sampling: Sampling,
-    *,
-    backend: Backend = "auto",
-) -> DecodingState:
-    """Draws tokens until every row has `limit` of them or has ended, or a block leaves the window of some row.
-
-    A row that has stays as it is. `leave` deals with the blocks.
-    """
-    steps = Steps(lm, limit, sampling, None, backend)
-
-    def more(state: DecodingState) -> Bool[Array, ""]:
-        running = any_row(steps.running(state), lm.mesh)
-        return running if lm.method.cache.window >= UNBOUNDED else running & ~any_row(steps.leaving(state), lm.mesh)
-
-    return jax.lax.while_loop(more, functools.partial(steps.take, summaries=steps.summaries(state.cache)), state)
-
-
-def leave(
-    lm: LM, state: DecodingState, limit: Int[Array, "*B"], sampling: Sampling, *, backend: Backend = "auto"
-) -> DecodingState:
-    """Has blocks leave the windows of rows that are full: by scores, or in a step, by its queries."""
-    steps = Steps(lm, limit, sampling, None, backend)
-    if isinstance(lm.method.cache, ScoredCache):
-        return dataclasses.replace(state, cache=evict_scored(lm, state.cache, steps.leaving(state)))
-    return steps.take(state, None, steps.leaving(state))
-
-
-def decode_all(
-    lm: LM, state: DecodingState, limit: Int[Array, "*B"], sampling: Sampling, *, backend: Backend = "auto"
-) -> DecodingState:
-    """`decode` and `leave` until all rows have ended, in one program."""
-    steps, rest = Steps(lm, limit, sampling, None, backend), (limit, sampling)
-    if lm.method.cache.window >= UNBOUNDED:
-        return decode(lm, state, *rest, backend=backend)
-
-    def run(state: DecodingState) -> DecodingState:
-        state = decode(lm, state, *rest, backend=backend)
-        full = any_row(steps.leaving(state), lm.mesh)
-        return jax.lax.cond(full, lambda s: leave(lm, s, *rest, backend=backend), lambda s: s, state)
-
-    return jax.lax.while_loop(lambda s: any_row(steps.running(s), lm.mesh), run, state)
-
-
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Arguments of `decode` that all its steps share."""
+    """Steps of decoding, and the arguments that they share."""
 
     lm: LM
-    limit: Int[Array, "*B"]
+    limit: Int[Array, "*B"]  # tokens of an answer
     sampling: Sampling
     allowed: Array | None
     backend: Backend
@@ -151,13 +78,42 @@ class Steps:
         policy, layers = self.lm.method.cache, range(self.lm.config.num_layers)
         return [policy.summarize(layer, rows.of_layer(layer)[0]) for layer in layers]
 
-    def take_evicting(self, state: DecodingState) -> DecodingState:
-        """A step before which a block may leave the window of some row."""
+    def decode(self, state: DecodingState) -> DecodingState:
+        """Draws tokens until every row has all or has ended, or a block leaves the window of some row.
+
+        A row that has stays as it is. `leave` deals with the blocks.
+        """
+        lm = self.lm
+
+        def more(state: DecodingState) -> Bool[Array, ""]:
+            running = any_row(self.running(state), lm.mesh)
+            return running if lm.method.cache.window >= UNBOUNDED else running & ~any_row(self.leaving(state), lm.mesh)
+
+        return jax.lax.while_loop(more, functools.partial(self.take, summaries=self.summaries(state.cache)), state)
+
+    def leave(self, state: DecodingState) -> DecodingState:
+        """Has blocks leave the windows of rows that are full: by scores, or in a step, by its queries."""
         leaving = self.leaving(state)
         if not isinstance(self.lm.method.cache, ScoredCache):
             return self.take(state, None, leaving)
-        rows = evict_scored(self.lm, state.cache, leaving)
-        return self.take(dataclasses.replace(state, cache=rows), self.summaries(rows))
+        return dataclasses.replace(state, cache=evict_scored(self.lm, state.cache, leaving))
+
+    def decode_all(self, state: DecodingState) -> DecodingState:
+        """`decode` and `leave` until all rows have ended, in one program."""
+        mesh = self.lm.mesh
+        if self.lm.method.cache.window >= UNBOUNDED:
+            return self.decode(state)
+
+        def run(state: DecodingState) -> DecodingState:
+            state = self.decode(state)
+            return jax.lax.cond(any_row(self.leaving(state), mesh), self.leave, lambda state: state, state)
+
+        return jax.lax.while_loop(lambda state: any_row(self.running(state), mesh), run, state)
+
+    def take_evicting(self, state: DecodingState) -> DecodingState:
+        """A step before which a block may leave the window of some row."""
+        state = self.leave(state)
+        return self.take(state, self.summaries(state.cache)) if isinstance(self.lm.method.cache, ScoredCache) else state
 
     def take(
         self, state: DecodingState, summaries: list[Any] | None, leaving: Bool[Array, " B"] | None = None
@@ -169,21 +125,19 @@ class Steps:
         start = before if leaving is None else before + jnp.where(leaving, rows.page_size, 0)
         new = None if fed.size == 1 else fed[:, None]  # a single row is written without looking
         x, (cos, sin) = decoder.embed(state.last[:, None]), decoder.angles(positions[:, None])
-        graphdef, scores = lm.layer_graphdef, list[Array]()
+        scores = list[Array]()
 
         def of_layer(
             weights: Any, x: Array, rows: Rows, layer: int | Array, known: Any
         ) -> tuple[Array, Rows, Array | None]:
-            module, score = nnx.merge(graphdef, weights), None
-            heads = heads_of(lm.head_shards, layer, rows.kept.shape[2])
-            if isinstance(policy, ScoredCache):
-                settings = policy.of_heads(lm.settings_of(layer), heads)
-                score = policy.score(settings, module.attention_norm(x), positions[:, None])[..., 0]
+            module = lm.layer(weights)
+            score = lm.scores(layer, module, x, positions[:, None])
 
             def attention(q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Rows]:
                 if leaving is not None:
+                    token = q[:, 0], k[:, 0]
                     rows = evict_block(
-                        policy, layer, heads, q[:, 0], k[:, 0], rows, before, positions, leaving, self.backend
+                        policy, layer, lm.heads(layer), *token, rows, before, positions, leaving, self.backend
                     )
                 rows = rows.with_tokens(layer, k, v, positions[:, None], new, start)
                 pages = rows.of_layer(layer, start, sliced=policy.chooses_pages)
@@ -192,7 +146,7 @@ class Steps:
                 out, _ = paged_attention(q, pages, positions, positions, window=policy.window, backend=self.backend)
                 return out, rows
 
-            return *module(x, cos, sin, attention, rows), score
+            return *module(x, cos, sin, attention, rows), None if score is None else score[..., 0]
 
         step = of_layer if policy.layers_differ else jax.jit(of_layer)  # traced once
         for layer in range(lm.config.num_layers):
@@ -207,17 +161,22 @@ class Steps:
 
 def evict_scored(lm: LM, rows: Rows, leaving: Bool[Array, " R"]) -> Rows:
     """Blocks leave the windows of rows in all layers, by their tokens' scores."""
-    policy: Any = lm.method.cache
-    b = rows.page_size
 
     def of_layer(layer: Array, rows: Rows) -> Rows:
-        assert rows.scored is not None
-        settings = policy.of_heads(lm.settings_of(layer), heads_of(lm.head_shards, layer, rows.kept.shape[2]))
-        chosen = policy.stays(settings, rows.scored.scores[layer][..., :b])
-        return rows.evict(layer, leaving, chosen, rows.start)
+        return evict_scored_block(lm, layer, rows, rows.start, leaving)
 
     rows = jax.lax.fori_loop(0, lm.config.num_layers, of_layer, rows)
-    return dataclasses.replace(rows, start=rows.start + jnp.where(leaving, b, 0))
+    return dataclasses.replace(rows, start=rows.start + jnp.where(leaving, rows.page_size, 0))
+
+
+def evict_scored_block(
+    lm: LM, layer: int | Array, rows: Rows, start: Int[Array, " R"], leaving: Bool[Array, " R"]
+) -> Rows:
+    """Keeps the tokens of high scores from the block that leaves the window, in rows where one leaves."""
+    policy: Any = lm.method.cache
+    scored: Any = rows.scored
+    chosen = policy.stays(lm.scored_settings(layer), scored.scores[layer][..., : rows.page_size])
+    return rows.evict(layer, leaving, chosen, start)
 
 
 def evict_block(
@@ -331,7 +290,7 @@ def begin(
 ) -> DecodingState:
     """Draws the first new token of every answer."""
     answers, seen = len(lengths), None
-    times = answers // logits.shape[0]
+    times, likeliest = answers // logits.shape[0], (answers, new_tokens, logprobs or 0)
     if held is not None:
         seen = _seen(held[0], jnp.arange(held[0].shape[1]) < held[1][:, None], logits.shape[-1])
     logits, seen, attended_share = jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), (logits, seen, attended_share))
@@ -346,7 +305,7 @@ def begin(
         stop_tokens=stop_tokens,
         min_new_tokens=min_new_tokens,
         logprobs=None if logprobs is None else jnp.zeros((answers, new_tokens), jnp.float32),
-        top=_no_top(answers, new_tokens, logprobs) if logprobs else None,
+        top=(jnp.zeros(likeliest, jnp.int32), jnp.zeros(likeliest, jnp.float32)) if logprobs else None,
         finite=jnp.isfinite(logits).all(axis=-1),
         cache=rows,
         attended_share=attended_share,
@@ -361,12 +320,15 @@ def _seen(tokens: Int[Array, "B L"], real: Bool[Array, "B L"], vocabulary: int) 
     return jnp.zeros((tokens.shape[0], vocabulary), bool).at[rows, places].set(True, mode="drop")
 
 
-def _no_top(rows: int, new_tokens: int, count: int) -> tuple[Int[Array, "R N n"], Float32[Array, "R N n"]]:
-    shape = rows, new_tokens, count
-    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-
-
 begin_program = Program(OverMesh(begin, (CACHES, ROWS, ROWS, ROWS, ROWS, ROWS, SAME, SAME, SAME), STATE), donate=(1,))
-decode_program, leave_program, decode_all_program = (
-    Program(OverMesh(function, (STATE, SAME, SAME), STATE), donate=(1,)) for function in (decode, leave, decode_all)
-)
+
+
+def _program(method: Callable[[Steps, DecodingState], DecodingState]) -> Program:
+    def run(lm: LM, state: DecodingState, limit: Any, sampling: Sampling, *, backend: Backend) -> DecodingState:
+        return method(Steps(lm, limit, sampling, None, backend), state)
+
+    run.__name__ = method.__name__
+    return Program(OverMesh(run, (STATE, SAME, SAME), STATE), donate=(1,))
+
+
+decode_program, leave_program, decode_all_program = map(_program, (Steps.decode, Steps.leave, Steps.decode_all))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import numbers
 import re
@@ -138,7 +139,7 @@ class GenerationConfig:
         require(self.logprobs <= vocabulary, f"logprobs = {self.logprobs!r}: {allowed}")
         return dataclasses.replace(self, stop_token_ids=lm.eos_token_ids) if self.stop_token_ids is None else self
 
-    @property
+    @functools.cached_property
     def sampling(self) -> Sampling:
         """The numbers that the device gets."""
         from tca_jax.engine.sampling import Sampling

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Int32
+from jaxtyping import Array, Int32
 
 from tca_jax.engine.cache import CacheLayout
-from tca_jax.engine.mesh import HeadShards, Orders, mesh_name
+from tca_jax.engine.mesh import STATIC, HeadShards, Orders, mesh_name
 from tca_jax.engine.prompts import TokenizerWording
 from tca_jax.errors import UserTypeError, require, require_type
-from tca_jax.methods.base import Method
+from tca_jax.methods.base import Heads, Method, ScoredCache
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import get
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.decoder import Decoder
+from tca_jax.models.decoder import Decoder, DecoderLayer
 from tca_jax.models.names import MODEL
 from tca_jax.models.projections import is_quantized
 from tca_jax.models.rope import fixed_frequencies
@@ -35,7 +35,7 @@ from tca_jax.models.sharding import (
     shard_decoder,
     whole_mesh,
 )
-from tca_jax.pallas_kernels.kv import CODES
+from tca_jax.pallas_kernels.kv import CODES, num_bytes
 
 #: What keys and values may be stored in beside the model's own dtype, by the name that users give.
 KV = MappingProxyType({"fp8": CODES})
@@ -52,23 +52,7 @@ class ProfileLike(Protocol):
     def settings(self) -> Any: ...
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["params", "settings"],
-    meta_fields=[
-        "graphdef",
-        "config",
-        "method",
-        "name",
-        "tokenizer",
-        "eos_token_ids",
-        "pad_token_id",
-        "checkpoint_fingerprint",
-        "mesh",
-        "head_orders",
-        "kv",
-    ],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class LM:
     """A language model ready to generate. Its weights are data, all else is static, so it passes through `jax.jit`.
@@ -87,21 +71,23 @@ class LM:
         head_orders: On a mesh, the KV heads of each layer as they lie on its devices, `[layers][H_kv]`. Weights and
             caches are in this order; what users see is in the model's own.
         kv: What keys and values are stored in: "fp8", or None for `dtype`.
+        layer_graphdef: Static part of a decoder layer, the same for all; on a mesh, of a device.
         settings: Arrays of the method, whose first axis is the layers; None for methods without.
     """
 
     params: Any
-    graphdef: Any
-    config: ModelConfig
-    method: Method = BASELINE
-    name: str = "model"
-    tokenizer: Any = None
-    eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int = 0
-    checkpoint_fingerprint: str | None = None
-    mesh: Mesh | None = None
-    head_orders: Orders | None = None
-    kv: str | None = None
+    graphdef: Any = dataclasses.field(metadata=STATIC)
+    config: ModelConfig = dataclasses.field(metadata=STATIC)
+    method: Method = dataclasses.field(default=BASELINE, metadata=STATIC)
+    name: str = dataclasses.field(default="model", metadata=STATIC)
+    tokenizer: Any = dataclasses.field(default=None, metadata=STATIC)
+    eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), metadata=STATIC)
+    pad_token_id: int = dataclasses.field(default=0, metadata=STATIC)
+    checkpoint_fingerprint: str | None = dataclasses.field(default=None, metadata=STATIC)
+    mesh: Mesh | None = dataclasses.field(default=None, metadata=STATIC)
+    head_orders: Orders | None = dataclasses.field(default=None, metadata=STATIC)
+    kv: str | None = dataclasses.field(default=None, metadata=STATIC)
+    layer_graphdef: Any = dataclasses.field(default=None, metadata=STATIC)
     settings: Any = None
 
     def __repr__(self) -> str:
@@ -134,29 +120,39 @@ class LM:
             decoder = shard_decoder(decoder, mesh)
             fields["head_orders"] = head_orders or (tuple(range(config.num_kv_heads)),) * config.num_layers
         graphdef, params = nnx.split(decoder)
-        return cls(params=params, graphdef=graphdef, config=config, mesh=mesh, **fields)
+        lm = cls(params=params, graphdef=graphdef, config=config, mesh=mesh, **fields)
+        of_device = lm if mesh is None else lm.on_device(params)
+        return lm._with(layer_graphdef=nnx.split(of_device.decoder.layers[0])[0])
 
     @property
     def decoder(self) -> Decoder:
         """The Flax NNX module over this LM's weights, with KV heads in the order of `head_orders`."""
         return nnx.merge(self.graphdef, self.params)
 
-    @functools.cached_property
-    def layer_graphdef(self) -> Any:
-        """Static part of a decoder layer, the same for all; on a mesh, of a device."""
-        lm = self if self.mesh is None else self.on_device(self.params)
-        return nnx.split(lm.decoder.layers[0])[0]
+    def layer(self, weights: Any) -> DecoderLayer:
+        """A layer over its weights."""
+        return nnx.merge(self.layer_graphdef, weights)
 
     def layer_params(self, layer: int) -> Any:
         """Weights of a layer."""
         return self.params["layers"][layer]
 
-    @property
-    def last_layer_params(self) -> Any:
-        """Weights of the last layer."""
-        return self.layer_params(self.config.num_layers - 1)
+    def heads(self, layer: int | Array) -> Heads:
+        """The KV heads of a layer that a program sees: all, or over a mesh those of its device."""
+        return Heads.all(self.config.num_kv_heads) if self.head_shards is None else self.head_shards.heads(layer)
 
-    def settings_of(self, layer: int | jax.Array) -> Any:
+    def scores(self, layer: int | Array, module: DecoderLayer, x: Array, positions: Array) -> Any:
+        """Scores [R, H, n] of tokens [R, n] by a layer's inputs `x`; None if the method gives none."""
+        if not isinstance(self.method.cache, ScoredCache):
+            return None
+        return self.method.cache.score(self.scored_settings(layer), module.attention_norm(x), positions)
+
+    def scored_settings(self, layer: int | Array) -> Any:
+        """Settings of `ScoredCache` for the heads of a layer that a program sees."""
+        policy: Any = self.method.cache
+        return policy.of_heads(self.settings_of(layer), self.heads(layer))
+
+    def settings_of(self, layer: int | Array) -> Any:
         """The method's arrays of a layer."""
         return jax.tree.map(lambda x: x[layer], self.settings)
 
@@ -187,11 +183,8 @@ class LM:
 
     def head_numbers(self, layer: int) -> Int32[np.ndarray, " Hkv"]:
         """The KV heads of a layer in the mesh's order."""
-        return self.in_mesh_order(layer, np.arange(self.config.num_kv_heads, dtype=np.int32))
-
-    def in_mesh_order(self, layer: int, values: np.ndarray) -> np.ndarray:
-        """The inverse of `in_model_order`."""
-        return values if self.head_orders is None else values[list(self.head_orders[layer])]
+        order = range(self.config.num_kv_heads) if self.head_orders is None else self.head_orders[layer]
+        return np.asarray(order, np.int32)
 
     def on_device(self, params: Any) -> LM:
         """The model as each device of its mesh runs it, under `jax.shard_map`, over its own part of the weights."""
@@ -220,6 +213,11 @@ class LM:
     def cache_dtype(self) -> jnp.dtype:
         """Dtype of its cache."""
         return self.dtype if self.kv is None else KV[self.kv]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of its cache, keys and values."""
+        return 2 * num_bytes(self.method.cache.block_size, self.config.head_dim, self.cache_dtype)
 
     def with_method(self, method: Method | str, **options: Any) -> LM:
         """The same weights under another attention method. On a mesh KV heads stay where they are.
@@ -255,38 +253,33 @@ class LM:
         profile.validate_for(self.config, self.fingerprint, self.name)
         return dataclasses.replace(self.with_method(profile.method()), settings=profile.settings())
 
+    @functools.cached_property
     def for_programs(self) -> LM:
         """The model without the fields that programs ignore, so that another tokenizer or name compiles nothing.
 
         On one device its weights are dicts, whose leaves are found faster.
         """
-        return self._for_programs
-
-    @functools.cached_property
-    def _for_programs(self) -> LM:
         method = dataclasses.replace(self.method, cache=self.method.cache.for_programs())
         lm = self._with(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None, method=method)
         if lm.mesh is None and isinstance(lm.params, nnx.State):
             lm = lm._with(params=nnx.to_pure_dict(lm.params))
-        vars(lm)["_for_programs"] = lm
+        vars(lm)["for_programs"] = lm
         return lm
 
     # A program looks at all weights that it gets, which takes milliseconds for those of a deep model.
 
+    @functools.cached_property
     def without_weights(self) -> LM:
         """The model for programs that compute with none of its weights."""
-        return self._for_programs._without_weights
-
-    @functools.cached_property
-    def _without_weights(self) -> LM:
+        if self is not self.for_programs:
+            return self.for_programs.without_weights
         return self._with(params=(), graphdef=None)
 
+    @functools.cached_property
     def without_layers(self) -> LM:
         """The model for programs that need embedding, final norm and head; on a mesh, all of it."""
-        return self._for_programs._without_layers
-
-    @functools.cached_property
-    def _without_layers(self) -> LM:
+        if self is not self.for_programs:
+            return self.for_programs.without_layers
         if self.mesh is not None:
             return self
         decoder = self.decoder
@@ -300,18 +293,13 @@ class LM:
         A fingerprint takes a read of all weights; to merge a deep model takes milliseconds.
         """
         other = dataclasses.replace(self, **changes)
-        known = ("fingerprint", "dtype", "weights_dtype", "layer_graphdef")
+        known = ("fingerprint", "dtype", "weights_dtype")
         vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
         return other
 
-    def cache_layout(
-        self, batch: int, prompt_tokens: int, fed_tokens: int = 0, *, following: bool = False
-    ) -> CacheLayout:
-        """Static shape of the cache of prompts and their continuation, or of this alone; on a mesh, of a device."""
-        return self._layouts(batch, prompt_tokens, fed_tokens, following=following)
-
     @functools.cached_property
-    def _layouts(self) -> Callable[..., CacheLayout]:
+    def cache_layout(self) -> Callable[..., CacheLayout]:
+        """Sizes of the cache of prompts and their continuation, or of this alone, by the rest of `CacheLayout.plan`."""
         sizes = self.config.num_layers, self.config.num_kv_heads
         plan = functools.partial(CacheLayout.plan, self.method.cache, *sizes, shards=self.head_shards)
         return functools.lru_cache(maxsize=256)(plan)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,6 +29,9 @@ from tca_jax.models.sharding import DATA, axis_size, parameter_specs, whole_mesh
 
 if TYPE_CHECKING:
     from tca_jax.engine.lm import LM
+
+#: Of a field of a pytree that is static.
+STATIC = MappingProxyType({"static": True})
 
 #: Sharding of an argument or a result on a mesh: replicated on all devices, ...
 SAME = PartitionSpec()
@@ -73,11 +78,6 @@ class PerDevice:
     """A pytree of each device of a mesh; outside of programs its arrays have two more axes in front."""
 
 
-def heads_of(shards: HeadShards | None, layer: int | Array, num_kv_heads: int) -> Heads:
-    """The KV heads of a layer that a program sees, `num_kv_heads` of them: all, or over a mesh those of its device."""
-    return Heads.all(num_kv_heads) if shards is None else shards.heads(layer)
-
-
 def part_of_device(values: Shaped[Array | np.ndarray, "devices ..."]) -> Shaped[Array, ...]:
     """Of something for each device on "model", that of the device which runs a program."""
     return jax.lax.dynamic_index_in_dim(jnp.asarray(values), jax.lax.axis_index(MODEL), keepdims=False)
@@ -89,13 +89,10 @@ def mean_of_devices(x: Shaped[Array, "*s"], shards: HeadShards | None) -> Shaped
 
 
 class OverMesh:
-    """A function of a model that runs on one device, or as one program of all devices of the model's mesh.
+    """A function of a model, arrays and static keywords, for one device or as one program of all devices of a mesh.
 
-    Args:
-        function: Takes a model, arrays or pytrees of such, and static arguments by name. Over a mesh it is traced for a
-            single device: batches, heads and caches are a device's share.
-        inputs: How each of its arguments but the model lies on a mesh: `SAME`, `ROWS`, `CACHES` or a pytree prefix.
-        outputs: The same of its results.
+    Over a mesh it is traced for one device: batches, heads and caches are its share. `inputs` and `outputs` are
+    partition specs of its arguments but the model and of its results, or pytree prefixes of them.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> None:
@@ -106,11 +103,27 @@ class OverMesh:
         if lm.mesh is None:
             return self._function(lm, *args, **static)
 
-        def on_device(params: Any, *own: Any) -> Any:
-            return self._function(lm.on_device(params), *own, **static)
+        given, args = (lm.parameter_specs, *self._inputs_of(lm, args)), (lm.params, *args)
+        leaves, structure = jax.tree.flatten(args)
+        specs = jax.tree.leaves(_specs_of(given, args), is_leaf=_is_spec)
+        # Arrays without elements stay outside and are created inside: Shardy's canonicalization crashes on those that
+        # go in and are used (seen with JAX 0.11.2).
+        filled = [np.size(leaf) > 0 for leaf in leaves]
 
-        inputs = lm.parameter_specs, *self._inputs_of(lm, args)
-        return over_mesh(on_device, lm.mesh, inputs, self._outputs)(lm.params, *args)
+        def on_device(there: list[Any]) -> Any:
+            inside = iter(there)
+            parts = [
+                next(inside) if full else jnp.zeros(NamedSharding(lm.mesh, spec).shard_shape(leaf.shape), leaf.dtype)
+                for leaf, spec, full in zip(leaves, specs, filled, strict=True)
+            ]
+            params, *own = _with_arrays(jax.tree.unflatten(structure, parts), lambda array: array[0, 0])
+            return _with_arrays(self._function(lm.on_device(params), *own, **static), lambda array: array[None, None])
+
+        # `check_vma` would put the mesh axes over which values vary into their types, and each loop would have to begin
+        # with values of the types that it ends with. Values that are replicated over an axis stay replicated.
+        options: Any = {"mesh": lm.mesh, "in_specs": (list(itertools.compress(specs, filled)),), "check_vma": False}
+        mapped = jax.shard_map(on_device, **options, out_specs=self._outputs)
+        return mapped(list(itertools.compress(leaves, filled)))
 
     def _inputs_of(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         def of_layer(weights: Any) -> Any:
@@ -129,52 +142,13 @@ class OverMesh:
         return tuple(jax.tree.map(put, spec, arg, is_leaf=_is_spec) for spec, arg in zip(specs, args, strict=True))
 
 
-def over_mesh(
-    function: Callable[..., Any], mesh: Mesh | None, inputs: Sequence[Any], outputs: Any
-) -> Callable[..., Any]:
-    """A function of arrays as one program of all devices of a mesh; itself where there is none."""
-    if mesh is None:
-        return function
-
-    def mapped(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        specs = jax.tree.leaves(_specs_of(inputs, args), is_leaf=_is_spec)
-        # Arrays without elements stay outside and are created inside: Shardy's canonicalization crashes on those that
-        # go in and are used (seen with JAX 0.11.2).
-        given = [leaf for leaf in leaves if np.size(leaf)]
-
-        def on_device(given: list[Any]) -> Any:
-            there = iter(given)
-            parts = [
-                next(there) if np.size(leaf) else jnp.zeros(_part(mesh, spec, leaf), leaf.dtype)
-                for leaf, spec in zip(leaves, specs, strict=True)
-            ]
-            return _boxed(function(*_unboxed(jax.tree.unflatten(structure, parts))))
-
-        # `check_vma` would put the mesh axes over which values vary into their types, and each loop would have to begin
-        # with values of the types that it ends with. Values that are replicated over an axis stay replicated.
-        of_given = [spec for leaf, spec in zip(leaves, specs, strict=True) if np.size(leaf)]
-        return jax.shard_map(on_device, mesh=mesh, in_specs=(of_given,), out_specs=outputs, check_vma=False)(given)
-
-    return mapped
-
-
 def _specs_of(inputs: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
     """Partition spec of each array of some arguments."""
     return tuple(jax.tree.broadcast(spec, arg, is_leaf=_is_spec) for spec, arg in zip(inputs, args, strict=False))
 
 
-def _part(mesh: Mesh, spec: PartitionSpec, x: Any) -> tuple[int, ...]:
-    """Shape of a device's part of an array."""
-    return NamedSharding(mesh, spec).shard_shape(np.shape(x))
-
-
 def parse_mesh(text: str, argument: str) -> Mesh:
-    """The mesh of the first devices for a text such as "1x4": devices on "data" x devices on "model".
-
-    Raises:
-        ValueError: it is no such text, or asks for more devices than there are; names `argument`.
-    """
+    """The mesh of the first devices for a text such as "1x4": devices on "data" x devices on "model"."""
     shape = parse_mesh_shape(text, argument)
     wanted, there = math.prod(shape), jax.device_count()
     verb = "is" if there == 1 else "are"
@@ -209,11 +183,7 @@ def any_row(flags: Bool[Array, " B"], mesh: Mesh | None) -> Bool[Array, ""]:
 
 
 def rows_of_device(lm: LM, rows: int, what: str) -> int:
-    """Rows of a batch that each device has.
-
-    Raises:
-        ValueError: they cannot be shared out; `what` names them in the message.
-    """
+    """Rows of a batch that each device has; `what` names them in the error where they cannot be shared out."""
     devices = axis_size(lm.mesh, DATA)
     multiple = f"must be a multiple of {devices}, the devices on {DATA!r} of the mesh"
     require(rows % devices == 0, f"{what} are {rows}: {multiple}")
@@ -252,17 +222,8 @@ def on_host(arrays: Any) -> Any:
     return jax.tree.map(of_all, arrays)
 
 
-def _boxed(results: Any) -> Any:
-    """A device's results with axes for the devices in front of those of `PerDevice` ones."""
-    return _with_arrays(results, lambda array: array[None, None])
-
-
-def _unboxed(arguments: Any) -> Any:
-    return _with_arrays(arguments, lambda array: array[0, 0])
-
-
 def _with_arrays(tree: Any, change: Callable[[Array], Array]) -> Any:
-    """A tree whose `PerDevice` parts have other arrays."""
+    """A tree whose `PerDevice` parts have other arrays: outside of programs with axes for the devices in front."""
 
     def changed(x: Any) -> Any:
         return jax.tree.map(change, x) if isinstance(x, PerDevice) else x
@@ -301,25 +262,36 @@ Orders = tuple[tuple[int, ...], ...]
 def balanced_orders(policy: CachePolicy, num_layers: int, num_kv_heads: int, devices: int, max_context: int) -> Orders:
     """An order of each layer's KV heads in which the devices' caches are about as large, in each layer and in all.
 
-    Returns:
-        The orders; the model's own where no other has devices wait less for each other, or as long and hold less.
+    In a layer, heads sit together as in `_balanced_order`, for devices wait for each other there. Such groups are dealt
+    out, the largest first, each to the device that has least and none of that layer. The model's own order stays where
+    the other has devices neither wait less for each other, nor as long and hold less.
     """
-    tokens = min(max_context, _BALANCED_TOKENS)
-    loads = np.array(
-        [per_head(policy.capacities(layer, tokens), num_kv_heads, type(policy).__name__) for layer in range(num_layers)]
-    )
-    own = (tuple(range(num_kv_heads)),) * num_layers
-    found = balanced_together(loads, devices)
-    return own if _cost(loads, own, devices) <= _cost(loads, found, devices) else found
+    tokens, name = min(max_context, _BALANCED_TOKENS), type(policy).__name__
+    loads = np.array([per_head(policy.capacities(i, tokens), num_kv_heads, name) for i in range(num_layers)])
+
+    def by_device(orders: Int[np.ndarray, "layers Hkv"]) -> Int[np.ndarray, "layers devices"]:
+        return np.take_along_axis(loads, orders, axis=1).reshape(num_layers, devices, -1).sum(axis=2)
+
+    def cost(orders: Int[np.ndarray, "layers Hkv"]) -> tuple[int, int]:
+        """Tokens that layers wait for, and tokens that a device holds: those of the largest."""
+        sums = by_device(orders)
+        return int(sums.max(axis=1).sum()), int(sums.sum(axis=0).max())
+
+    grouped = np.array([_balanced_order(of_layer, devices) for of_layer in loads])
+    sums = by_device(grouped)
+    held, dealt = np.zeros(devices, np.int64), np.full(sums.shape, -1)  # dealt: the group of a layer on a device
+    for item in np.argsort(-sums, axis=None, kind="stable").tolist():
+        layer, group = divmod(item, devices)
+        device = min(np.flatnonzero(dealt[layer] < 0).tolist(), key=held.__getitem__)
+        dealt[layer, device] = group
+        held[device] += sums[layer, group]
+    groups = grouped.reshape(num_layers, devices, -1)
+    found = np.take_along_axis(groups, dealt[..., None], axis=1).reshape(loads.shape)
+    own = np.tile(np.arange(num_kv_heads), (num_layers, 1))
+    return tuple(map(tuple, (own if cost(own) <= cost(found) else found).tolist()))
 
 
-def _cost(loads: Int[np.ndarray, "layers Hkv"], orders: Orders, devices: int) -> tuple[int, int]:
-    """Tokens that layers wait for, and tokens that a device holds: in each layer, and in all, those of the largest."""
-    of_layers = _by_device(loads, orders, devices).sum(axis=2)
-    return int(of_layers.max(axis=1).sum()), int(of_layers.sum(axis=0).max())
-
-
-def balanced_order(loads: Int[np.ndarray, " Hkv"], devices: int) -> tuple[int, ...]:
+def _balanced_order(loads: Int[np.ndarray, " Hkv"], devices: int) -> tuple[int, ...]:
     """Heads by device, as many on each: the largest first, each to the device that has least and is not full.
 
     On a device the largest stands first, so that places of different devices hold about as much.
@@ -329,28 +301,3 @@ def balanced_order(loads: Int[np.ndarray, " Hkv"], devices: int) -> tuple[int, .
         free = [of_device for of_device in held if len(of_device) < len(loads) // devices]
         min(free, key=lambda of_device: int(loads[of_device].sum())).append(head)
     return tuple(head for of_device in held for head in of_device)
-
-
-def balanced_together(loads: Int[np.ndarray, "layers Hkv"], devices: int) -> Orders:
-    """Orders in which devices hold as much of all layers together.
-
-    In each layer the same heads sit together as in `balanced_order`, for devices wait for each other there. Such groups
-    are dealt out, the largest first, each to the device that has least and none of that layer.
-    """
-    groups = np.array([balanced_order(of_layer, devices) for of_layer in loads]).reshape(len(loads), devices, -1)
-    sums = _by_device(loads, groups.reshape(loads.shape), devices).sum(axis=2)
-    held, dealt = np.zeros(devices, np.int64), np.full(sums.shape, -1)  # dealt: the group of a layer on a device
-    for item in np.argsort(-sums, axis=None, kind="stable").tolist():
-        layer, group = divmod(item, devices)
-        device = min(np.flatnonzero(dealt[layer] < 0).tolist(), key=held.__getitem__)
-        dealt[layer, device] = group
-        held[device] += sums[layer, group]
-    orders = np.take_along_axis(groups, dealt[..., None], axis=1).reshape(loads.shape)
-    return tuple(map(tuple, orders.tolist()))
-
-
-def _by_device(
-    loads: Int[np.ndarray, "layers Hkv"], orders: Orders | Int[np.ndarray, "layers Hkv"], devices: int
-) -> Int[np.ndarray, "layers devices places"]:
-    """The heads' tokens as orders deal them out."""
-    return np.take_along_axis(loads, np.asarray(orders), axis=1).reshape(len(loads), devices, -1)

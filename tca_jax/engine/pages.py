@@ -8,7 +8,6 @@ between layers, heads and prompts.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.engine.mesh import PerDevice, on_host
+from tca_jax.engine.mesh import STATIC, PerDevice, on_host
 from tca_jax.errors import require
 from tca_jax.methods.base import BlockMeans
 from tca_jax.pallas_kernels.kv import Pages, Stored, decode, empty, encode
@@ -62,11 +61,7 @@ class FreePages(NamedTuple):
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "free", "pages", "kept", "start", "own", "length", "scored"],
-    meta_fields=["window_pages", "in_runs"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows(PerDevice):
     """R rows of a page table with the pool that they name pages of.
@@ -84,9 +79,9 @@ class Rows(PerDevice):
     own: Int32[Array, " R"]  # from this position on no other row has the window's pages
     length: Int32[Array, " R"]
     scored: Scored | None
-    window_pages: int  # static
-    # Whether the pages of a block of the window have consecutive numbers, head after head, in all rows; static.
-    in_runs: bool = True
+    window_pages: int = dataclasses.field(metadata=STATIC)
+    # Whether the pages of a block of the window have consecutive numbers, head after head, in all rows.
+    in_runs: bool = dataclasses.field(default=True, metadata=STATIC)
 
     @classmethod
     def create(
@@ -96,34 +91,31 @@ class Rows(PerDevice):
         heads: int,
         *,
         pages: int,  # of the pool
-        columns: int,  # for pages of kept tokens
-        window_pages: int,
-        mean_pages: int | None,  # None: tokens have no scores
+        widths: Widths,
+        scored: bool,  # whether tokens have scores
         page_size: int,
         head_dim: int,
         dtype: DTypeLike,
     ) -> Rows:
         """Rows without tokens; all pages are free."""
         shape, pool = (layers, rows, heads), (pages, page_size, head_dim)
-        scored = None
-        if mean_pages is not None:
-            scored = Scored(
-                jnp.full((*shape, window_pages * page_size), -jnp.inf, jnp.float32),
-                jnp.full((*shape, mean_pages), pages, jnp.int32),
-                jnp.full((*shape, mean_pages * page_size), MASKED, jnp.float32),
-                jnp.zeros(shape[:2], jnp.int32),
-            )
+        of_scores = Scored(
+            jnp.full((*shape, widths.window * page_size), -jnp.inf, jnp.float32),
+            jnp.full((*shape, widths.means), pages, jnp.int32),
+            jnp.full((*shape, widths.means * page_size), MASKED, jnp.float32),
+            jnp.zeros(shape[:2], jnp.int32),
+        )
         return cls(
             empty(pool, dtype),  # zeros: what no token fills is finite
             empty(pool, dtype),
             FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(0)),
-            jnp.full((*shape, columns + window_pages), pages, jnp.int32),
+            jnp.full((*shape, widths.kept + widths.window), pages, jnp.int32),
             jnp.zeros(shape, jnp.int32),
             start=jnp.zeros(rows, jnp.int32),
             own=jnp.zeros(rows, jnp.int32),
             length=jnp.zeros(rows, jnp.int32),
-            scored=scored,
-            window_pages=window_pages,
+            scored=of_scores if scored else None,
+            window_pages=widths.window,
         )
 
     @property
@@ -187,7 +179,8 @@ class Rows(PerDevice):
         b, (batch, _, heads, _), none = self.page_size, k.shape, self.num_pages
         start = jnp.maximum((lengths // b - (self.window_pages - 1)) * b, 0)
         start = jnp.zeros_like(start) if kept is None else start  # all tokens fit in the window
-        held, kept_pages, free = jnp.zeros((batch, heads), jnp.int32), None, self.free
+        held, free = jnp.zeros((batch, heads), jnp.int32), self.free
+        kept_pages = jnp.full((batch, heads, self.columns), none, jnp.int32)
         writes: list[tuple[Array, ...]] = []  # page numbers, and keys and values [n, b, d]
         if kept is not None and self.columns:
             kept_pages, free = free.take(-(-kept.lengths // b), self.columns, none)
@@ -214,15 +207,11 @@ class Rows(PerDevice):
         if scored is not None and means is not None:
             columns, blocks = scored.pages.shape[-1], start // b
             number, free = free.take(jnp.repeat(-(-blocks // b)[:, None], heads, axis=1), columns, none)
-            rest = columns * b - means.bias.shape[-1]
-
-            def whole(x: Array, axis: int, fill: float = 0.0) -> Array:
-                sides = [(0, max(0, rest) if i == axis else 0) for i in range(x.ndim)]
-                return jnp.pad(x, sides, constant_values=fill).take(jnp.arange(columns * b), axis=axis)
-
-            writes.append((number, *(_as_pages(whole(x, 1), b) for x in (means.k, means.v))))
-            bias = whole(jnp.maximum(means.bias, MASKED), 2, MASKED)
-            bias = jnp.where(jnp.arange(columns * b) < blocks[:, None, None], bias, MASKED)
+            slots = jnp.arange(columns * b)
+            all_means = (x.take(slots, axis=1, mode="fill", fill_value=0) for x in (means.k, means.v))
+            writes.append((number, *(_as_pages(x, b) for x in all_means)))
+            bias = jnp.maximum(means.bias, MASKED).take(slots, axis=2, mode="fill", fill_value=MASKED)
+            bias = jnp.where(slots < blocks[:, None, None], bias, MASKED)
             scored = scored._replace(
                 pages=scored.pages.at[layer, at].set(number), bias=scored.bias.at[layer, at].set(bias)
             )
@@ -230,10 +219,7 @@ class Rows(PerDevice):
         for numbers, *values in writes:
             flat = numbers.reshape(-1)
             pools = [_set(pool, flat, x.reshape(len(flat), b, -1)) for pool, x in zip(pools, values, strict=True)]
-        table = of_window if kept_pages is None else jnp.concatenate([kept_pages, of_window], axis=-1)
-        if kept_pages is None and self.columns:
-            nothing = jnp.full((batch, heads, self.columns), none, jnp.int32)
-            table = jnp.concatenate([nothing, of_window], axis=-1)
+        table = jnp.concatenate([kept_pages, of_window], axis=-1)
         return dataclasses.replace(
             self,
             k=pools[0],
@@ -431,12 +417,7 @@ class Rows(PerDevice):
         return dataclasses.replace(self, pages=pages, scored=scored, window_pages=self.window_pages + more.window)
 
     def forked(self, source: Int[Array, " N"], most: Int[Array, " N"]) -> Rows:
-        """Rows that continue these: they share full pages and have copies of the others.
-
-        Args:
-            source: The row that each continues.
-            most: Tokens that each will have.
-        """
+        """Rows that continue the rows `source` up to `most` tokens: they share full pages and copy the others."""
         b, none, free = self.page_size, self.num_pages, self.free
         rows = dataclasses.replace(
             self,
@@ -507,6 +488,10 @@ class Rows(PerDevice):
         return dataclasses.replace(self, k=k, v=v, free=free, pages=number[self.pages], scored=scored)
 
 
+#: Fields that a pool alone lacks, and a table alone.
+NO_TABLE: Any = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored")) | {"window_pages": 0}
+NO_POOL: Any = {"k": None, "v": None}
+
 #: Numbers of pages on each device of "model".
 Numbers = list[np.ndarray]
 
@@ -526,11 +511,7 @@ class Allocator:
         return min(self._free)
 
     def take(self, counts: int | Sequence[int]) -> Numbers:
-        """Pages for one use each; a number of them for all devices, or one for each.
-
-        Raises:
-            UserError: fewer are free.
-        """
+        """Pages for one use each; a number of them for all devices, or one for each. Fewer are free: UserError."""
         counts = [counts] * len(self._free) if isinstance(counts, int) else counts
         for count, free in zip(counts, self._free, strict=True):
             require(count <= free, f"{count} pages are needed, {free} of {self.pages} are free")

@@ -21,17 +21,10 @@ _SPACE = " \n"  # that templates may strip from messages
 
 
 def bucket_length(length: int, smallest: int = _SMALLEST) -> int:
-    """Smallest bucket that holds `length` tokens.
+    """Smallest bucket that holds `length` tokens, at least 1: a multiple of `smallest`, a power of two.
 
     Eight buckets an octave, so from 128 tokens on at most 12.5% of a bucket is padding, and a service that sees every
     length up to a million compiles about a hundred programs.
-
-    Args:
-        length: Prompt tokens, at least 1.
-        smallest: Least step between buckets, a power of two.
-
-    Returns:
-        The padded length, a multiple of `smallest`.
     """
     step = max(smallest, 1 << max(0, length.bit_length() - 4))
     return round_up(length, step)
@@ -58,22 +51,7 @@ class Encoder(Protocol):
 
 
 def encode_prompts(lm: Encoder, prompts: Any, argument: str = "prompts") -> list[list[int]]:
-    """Token ids of one prompt or of a batch.
-
-    Args:
-        lm: The model whose tokenizer and vocabulary apply.
-        prompts: `Prompt` or a sequence of those, which this function checks: a string, a chat (messages with "role"
-            and "content", rendered by the tokenizer's chat template), or token ids.
-        argument: Its name in messages.
-
-    Returns:
-        One non-empty list of ids a prompt.
-
-    Raises:
-        ValueError: an empty prompt, text without a tokenizer, text that is not UTF-8, a chat without a template or one
-            that the template refuses, an id outside the vocabulary.
-        TypeError: something that is no prompt.
-    """
+    """Token ids, at least one, of one prompt or of each of a batch; ValueError or TypeError, which names `argument`."""
     batch = [prompts] if is_single(prompts, argument) else list(prompts)
     require(batch, f"{argument} is empty: at least one is needed")
     return [encode_prompt(lm, prompt, f"{argument}[{i}]") for i, prompt in enumerate(batch)]
@@ -119,22 +97,9 @@ def encode_continuation(lm: Encoder, text: str | bytes, held: Sequence[int], arg
 def encode_appended(
     lm: Encoder, prompts: Any, rows: int, held: Callable[[int], list[int]], argument: str = "prompts"
 ) -> list[list[int]]:
-    """Token ids that prompts append to a context: text and ids as they are, chats from the end of the context on.
+    """Token ids that prompts append to a context of 1 row or one for each, whose ids `held` gives by the row.
 
-    Args:
-        lm: The model whose tokenizer and vocabulary apply.
-        prompts: `Prompt` or a sequence of those. No special token is put before text.
-        rows: Rows of the context: 1, or as many as there are prompts.
-        held: Gives the token ids of a row of the context.
-        argument: Its name in messages.
-
-    Returns:
-        One non-empty list of ids a prompt.
-
-    Raises:
-        ValueError: as for `encode_prompts`; another number of prompts; or a chat that the template does not render to
-            what the context holds and more.
-        TypeError: something that is no prompt.
+    Text and ids are appended as they are, chats from the end of the context on. Raises as `encode_prompts`.
     """
     batch = [prompts] if is_single(prompts, argument) else list(prompts)
     fits = batch and rows in (1, len(batch))
@@ -198,19 +163,14 @@ def _anchor(tokenizer: Any) -> tuple[tuple[int, ...], str]:
 
 
 def pad_tokens(
-    sequences: Sequence[Sequence[int]], pad_token_id: int = 0
+    sequences: Sequence[Sequence[int]], pad_token_id: int = 0, columns: int | None = None
 ) -> tuple[Int32[np.ndarray, "B L"], Int32[np.ndarray, " B"]]:
-    """A batch of sequences in the shape that programs are compiled for.
+    """A batch of sequences in the shape that programs are compiled for, right-padded, and their lengths.
 
-    Args:
-        sequences: Token ids of each row, as `encode_prompts` gives them.
-        pad_token_id: What fills a row behind its sequence.
-
-    Returns:
-        Tokens `[B, L]`, padded on the right to the bucket of the longest row, and lengths `[B]`.
+    L is `columns`, or the bucket of the longest sequence.
     """
     lengths = np.array([len(ids) for ids in sequences], np.int32)
-    tokens = np.full((len(sequences), bucket_length(int(lengths.max()))), pad_token_id, np.int32)
+    tokens = np.full((len(sequences), columns or bucket_length(int(lengths.max()))), pad_token_id, np.int32)
     for row, ids in zip(tokens, sequences, strict=True):
         row[: len(ids)] = ids
     return tokens, lengths
@@ -262,12 +222,7 @@ def decode_utf8(text: str | bytes, argument: str) -> str:
 
 
 def render_chat(lm: Encoder, chat: Chat, argument: str, *, answered: bool = False) -> str:
-    """The text that the model's template makes of a chat: up to where an answer begins, or of one that is `answered`.
-
-    Raises:
-        ValueError: the model has no tokenizer or no chat template, or the template refuses the chat; names `argument`.
-        TypeError: a message is of a wrong type.
-    """
+    """The text that the model's template makes of a chat: up to where an answer begins, or all if it is `answered`."""
     tokenizer = _tokenizer(lm, argument)
     template = getattr(tokenizer, "chat_template", None)
     require(template, f"{argument} is a chat, but {lm.name} has no chat template; pass text or token ids")
@@ -319,35 +274,19 @@ _DOCUMENT, _QUESTION, _ANSWER, _NEXT = (f"\u2063{name}\u2063" for name in ("docu
 @dataclasses.dataclass(frozen=True)
 class DocumentTemplate:
     """Text around the parts of a conversation about a document; with a chat template, a user's message holds both
-    document and question, so that the document with all before it is read once.
-
-    Attributes:
-        before_document: Before the document.
-        before_question: Between the document and a question.
-        after_question: Between a question and its answer.
-        before_next: Between an answer and the next question.
-        verbatim: Whether this is all; otherwise the tokenizer puts its own tokens before the document.
-        trims: Whether the template strips white space from both ends of messages.
-    """
+    document and question, so that the document with all before it is read once."""
 
     before_document: str
-    before_question: str
-    after_question: str
-    before_next: str
-    verbatim: bool
-    trims: bool = False
+    before_question: str  # between the document and a question
+    after_question: str  # between a question and its answer
+    before_next: str  # between an answer and the next question
+    verbatim: bool  # whether this is all; otherwise the tokenizer puts its own tokens before the document
+    trims: bool = False  # whether the template strips white space from both ends of messages
 
     @classmethod
     def of(cls, lm: Encoder, system: str | None = None) -> DocumentTemplate:
-        """The frame of a model's chat template; of a model without one, a line break before each question.
-
-        Args:
-            lm: The model whose tokenizer applies.
-            system: A system message, which stands before the document; None for none.
-
-        Raises:
-            ValueError: the template changes or leaves out what it is given, or there is none for a system message.
-        """
+        """The frame of a model's chat template, with a system message; without a template, a line break before each
+        question."""
         if not getattr(lm.tokenizer, "chat_template", None) and system is None:
             return cls("", "\n", "", "\n", verbatim=False)
         first = [] if system is None else [{"role": "system", "content": system}]
@@ -360,11 +299,7 @@ class DocumentTemplate:
         return cls(before, between, after, following, verbatim=True, trims=trims)
 
     def document(self, lm: Encoder, text: str, argument: str) -> list[int]:
-        """Token ids of a document.
-
-        Raises:
-            ValueError: the document is empty, or the model has no tokenizer; names `argument`.
-        """
+        """Token ids of a document; `argument` is its name in messages."""
         if not self.verbatim or not text:
             return encode_prompt(lm, text, argument)
         return encode_verbatim(lm, self.before_document + (text.lstrip() if self.trims else text), argument)

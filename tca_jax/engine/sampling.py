@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import numbers
 import typing
 from typing import Any
@@ -22,11 +21,7 @@ Scalar = float | Shaped[Array | np.ndarray, "*B"] | None
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["temperature", "top_k", "top_p", "min_p", "repetition_penalty"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How a token is drawn; greedy by default. As a pytree its numbers are data, so that another temperature runs the
@@ -75,17 +70,9 @@ def sample(
     sampling: Sampling,
     seen: Bool[Array, "B V"] | None = None,
 ) -> Int[Array, " B"]:
-    """One token a row.
+    """One token a row, in the order of Hugging Face transformers: repetition penalty, temperature, top-k, top-p, min-p.
 
-    Args:
-        logits: float32 `[B, V]`.
-        keys: One typed PRNG key a row, so that a row's draw does not depend on its neighbours.
-        sampling: What to apply, in the order of its fields in Hugging Face transformers: repetition penalty,
-            temperature, top-k, top-p, min-p.
-        seen: Tokens that the row's prompt and answer hold; needed for the repetition penalty.
-
-    Returns:
-        int32 `[B]`.
+    A row's draw does not depend on its neighbours. The penalty needs `seen`, the tokens of its prompt and answer.
     """
     penalty, temperature = _of_rows(sampling.repetition_penalty), _of_rows(sampling.temperature)
     if penalty is not None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,19 +18,20 @@ from tca_jax.engine.pages import FreePages, Rows, Scored
 from tca_jax.errors import explaining, require
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.rope import RopeConfig
-from tca_jax.pallas_kernels.kv import CODES, EightBits
+from tca_jax.pallas_kernels.kv import EightBits
 from tca_jax.persistence import load, save
 
 FORMAT_VERSION = 4
 _KIND = "context"
-_OF_TABLE, _SCORED = ("pages", "kept", "start", "own", "length"), ("scores", "pages", "bias", "raised")
-_EIGHT_BITS = ("words", "exponents")
+_PARTS = "k", "v", "pages", "kept", "start", "own", "length", "scored"  # of rows
 
 
 def save_context(directory: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
     """See `Context.save`; `fields` are those of a context."""
     rows, shards = on_host(fields["rows"]), fields["shards"]
-    arrays = {name: np.asarray(x) for name, x in {name: fields[name] for name in OF_ROWS}.items()} | _arrays(rows)
+    parts = {name: np.asarray(fields[name]) for name in OF_ROWS} | {name: getattr(rows, name) for name in _PARTS}
+    leaves = jax.tree_util.tree_leaves_with_path(parts)
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
     metadata = {
         "format_version": FORMAT_VERSION,
         "identity": dataclasses.asdict(fields["identity"]),
@@ -58,50 +60,35 @@ def load_context(directory: str | os.PathLike[str]) -> dict[str, Any]:
         return _context(metadata, arrays)
 
 
-def _arrays(rows: Rows) -> dict[str, Any]:
-    """All arrays of rows by name; those of a table with two axes more on a mesh."""
-    arrays = {name: getattr(rows, name) for name in _OF_TABLE}
-    if rows.scored is not None:
-        arrays |= {f"scored.{name}": getattr(rows.scored, name) for name in _SCORED}
-    parts = {"k": rows.k, "v": rows.v}
-    if rows.k.dtype != CODES:
-        return arrays | parts
-    return arrays | {f"{name}.{part}": getattr(x, part) for name, x in parts.items() for part in _EIGHT_BITS}
-
-
-def _stored(arrays: Mapping[str, Any], name: str, dtype: jnp.dtype) -> Any:
-    """Keys or values, from the arrays of a folder."""
-    if dtype == CODES:
-        words, exponents = (arrays[f"{name}.{part}"] for part in _EIGHT_BITS)
-        return EightBits(words, exponents)
-    return arrays[name].view(dtype)
-
-
 def _context(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    dtype, shards = jnp.dtype(metadata["dtype"]), metadata.get("shards")
-    shards = None if shards is None else _made(HeadShards, shards)
-    pools = [_stored(arrays, name, dtype) for name in ("k", "v")]
-    table, scored = {name: arrays[name] for name in _OF_TABLE}, None
-    if "scored.pages" in arrays:
-        of_scores = {name: arrays[f"scored.{name}"] for name in _SCORED}
-        floats = {name: of_scores[name].view(np.float32) for name in ("scores", "bias")}
-        scored = Scored(**of_scores | floats)
-    lead = table["start"].shape[:-1]  # of a mesh
-    nothing: Any = np.zeros((*lead, 0), np.int32)
-    free = FreePages(nothing, np.zeros(lead, np.int32))  # type: ignore[arg-type]
-    rows = Rows(k=pools[0], v=pools[1], free=free, **table, scored=scored, window_pages=metadata["window_pages"])
-    of_rows = {name: arrays[name] for name in OF_ROWS}
-    of_rows["attended_share"] = of_rows["attended_share"].view(np.float32)
-    own = dict(metadata["identity"])
-    config = _made(ModelConfig, {**own["config"], "rope": _made(RopeConfig, own["config"]["rope"])})
-    identity = _made(ContextIdentity, own | {"config": config})
-    return {"identity": identity, "rows": rows, "window": metadata["window"], "shards": shards, **of_rows}
+    dtype, metadata = jnp.dtype(metadata["dtype"]), _tuples(metadata)
 
+    def part(name: str) -> Any:
+        """An array, of floating point where it is one of the model's; None where there is none."""
+        if f"{name}.words" in arrays:
+            return EightBits(arrays[f"{name}.words"], arrays[f"{name}.exponents"])
+        if f"{name}.bias" in arrays:
+            return Scored(*(part(f"{name}.{own}") for own in Scored._fields))
+        kind = {"k": dtype, "v": dtype} | dict.fromkeys(("attended_share", "scored.scores", "scored.bias"), np.float32)
+        return arrays[name].view(kind.get(name, np.int32)) if name in arrays else None
 
-def _made(kind: Any, fields: Mapping[str, Any]) -> Any:
-    """A dataclass of JSON values; lists become tuples."""
-    return kind(**{name: _tuples(value) for name, value in fields.items()})
+    parts = {name: part(name) for name in _PARTS}
+    lead = parts["start"].shape[:-1]  # of a mesh
+    free = FreePages(np.zeros((*lead, 0), np.int32), np.zeros(lead, np.int32))  # type: ignore[arg-type]
+    rows = Rows(**parts, free=free, window_pages=metadata["window_pages"])
+    own, shards = metadata["identity"], metadata.get("shards")
+    config = ModelConfig(**{**own["config"], "rope": RopeConfig(**own["config"]["rope"])})
+    return {
+        "identity": ContextIdentity(**{**own, "config": config}),
+        "rows": rows,
+        "window": metadata["window"],
+        "shards": shards and HeadShards(**shards),
+        **{name: part(name) for name in OF_ROWS},
+    }
 
 
 def _tuples(value: Any) -> Any:
+    """A value of JSON with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {name: _tuples(own) for name, own in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

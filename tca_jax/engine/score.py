@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.cache import require_memory
 from tca_jax.engine.contexts import Context, Prompts
-from tca_jax.engine.extend import align, feed, num_columns
+from tca_jax.engine.extend import Where, aligned, feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import LAYER_WEIGHTS, ROWS, OverMesh, mean_of_devices, on_host, rows_of_device
 from tca_jax.engine.prompts import Prompt, encode_continuation, encode_prompt, encode_prompts, pad_tokens
@@ -78,22 +77,17 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
         require(2 <= n <= most, f"texts[{i}] has {n} tokens: {allowed}")
     rows_of_device(lm, len(ids), "texts")
     padded, lengths = pad_tokens(ids, lm.pad_token_id)
-    calls, tokens, places = Calls(), jnp.asarray(padded), jnp.minimum(lengths, lm.config.max_context)
-    layers = Layers(lm.for_programs(), tokens, places, places, None, calls, kernels)
+    tokens, places = jnp.asarray(padded), jnp.minimum(lengths, lm.config.max_context)
+    layers = Layers(lm.for_programs, tokens, places, places, None, Calls(), kernels)
     layers.run(None)
-    given = lm.last_layer_params, layers.x, layers.out, tokens, layers.shares
-    graphdef = lm.for_programs().layer_graphdef
-    found = calls(_score, lm.without_layers(), *given, graphdef=graphdef, top=int(top_logprobs))
-    logprobs, shares, likeliest = on_host(found)
+    (logprobs, _, top), shares = on_host(layers.finish(_score_texts_program, tokens, top=int(top_logprobs)))
     rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
     require_finite(lm, padded, lengths, np.array([np.isfinite(row).all() for row in rows]), "texts")
-    if likeliest is None:
-        return Scores(ids, rows, shares.tolist())
-    of_texts = zip(likeliest.ids, likeliest.logprobs, rows, strict=True)
-    return Scores(ids, rows, shares.tolist(), [pairs(top, values, len(row)) for top, values, row in of_texts])
+    likeliest = top and [pairs(*each, len(row)) for *each, row in zip(*top, rows, strict=True)]
+    return Scores(ids, rows, shares.tolist(), likeliest)
 
 
-def _score_layers(
+def _score_texts(
     lm: LM,  # without layers
     weights: Any,  # of the last layer
     x: Float[Array, "B L D"],
@@ -101,83 +95,54 @@ def _score_layers(
     tokens: Int[Array, "B L"],
     shares: Float32[Array, " B"],
     *,
-    graphdef: Any,
     top: int,
-) -> tuple[Float32[Array, "B L1"], Float32[Array, " B"], Top | None]:
-    """Log-probability of tokens 1 to L - 1 given all before each, arbitrary past a length; the share of each text's
-    pairs that its queries attended to; and the `top` likeliest tokens at each position."""
-    x = nnx.merge(graphdef, weights).after_attention(x, out)
-    hidden = lm.decoder.final_norm(x[:, :-1])
-    logprobs = scores_of_hidden(lm.decoder, hidden, tokens[:, 1:]).logprobs
+) -> tuple[TokenScores, Float32[Array, " B"]]:
+    """Scores of tokens 1 to L - 1, arbitrary past a length, and attended shares."""
+    hidden = lm.decoder.final_norm(lm.layer(weights).after_attention(x, out)[:, :-1])
     shares = mean_of_devices(shares, lm.head_shards) / lm.config.num_layers
-    return logprobs, shares, _top_of_hidden(lm.decoder, hidden, top) if top else None
+    return scores_of_hidden(lm.decoder, hidden, tokens[:, 1:], top), shares
 
 
 class TokenScores(NamedTuple):
-    """A model's scores of tokens."""
+    """A model's scores of tokens, each given what is before it."""
 
     logprobs: Float32[Array, "*tokens"]  # natural log-probability of each
     greedy: Bool[Array, "*tokens"]  # whether no other token is likelier
+    # Ids and log-probabilities of the likeliest tokens at each position, the likeliest first; None unless asked for.
+    top: tuple[Int[Array, "*tokens n"], Float32[Array, "*tokens n"]] | None = None
 
 
-class Top(NamedTuple):
-    """The likeliest tokens at each position, the likeliest first."""
-
-    ids: Int[Array, "*tokens top"]
-    logprobs: Float32[Array, "*tokens top"]
-
-
-def scores_of_hidden(decoder: Decoder, hidden: Float[Array, "B L D"], tokens: Int[Array, "B L"]) -> TokenScores:
-    """Log-probability of tokens, each given the hidden state beside it, and whether greedy decoding picks it.
+def scores_of_hidden(
+    decoder: Decoder, hidden: Float[Array, "B L D"], tokens: Int[Array, "B L"], top: int = 0
+) -> TokenScores:
+    """Scores of tokens, each given the hidden state beside it.
 
     Logits are made of a few positions at a time: those of all would outweigh the model.
     """
-
-    def of_chunk(part: Array, start: Array) -> TokenScores:
-        target = jax.lax.dynamic_slice_in_dim(tokens, start, part.shape[1], axis=1)
-        return scores_of_logits(decoder.logits(part), target)
-
-    return _by_chunks(decoder, hidden, of_chunk)
-
-
-def _top_of_hidden(decoder: Decoder, hidden: Float[Array, "B L D"], top: int) -> Top:
-    """The likeliest tokens after each hidden state."""
-
-    def of_chunk(part: Array, _: Array) -> Top:
-        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(decoder.logits(part)), top)
-        return Top(ids, logprobs)
-
-    return _by_chunks(decoder, hidden, of_chunk)
-
-
-def _by_chunks(decoder: Decoder, hidden: Float[Array, "B L D"], function: Callable[[Array, Array], Any]) -> Any:
-    """Applies a function to chunks of hidden states `[B, chunk, D]` and their starts, and joins the results."""
     batch, length, _ = hidden.shape
     chunk = max(1, min(length, _LOGIT_ELEMENTS // (batch * decoder.config.vocab_size)))
 
-    def of_chunk(start: Array) -> Any:
-        return function(jax.lax.dynamic_slice_in_dim(hidden, start, chunk, axis=1), start)
+    def of_chunk(start: Array) -> TokenScores:
+        part, target = (jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1) for x in (hidden, tokens))
+        return scores_of_logits(decoder.logits(part), target, top)
+
+    def joined(parts: Array) -> Array:
+        flat, before = jnp.moveaxis(parts, 0, 1).reshape(batch, -1, *parts.shape[3:]), (len(parts) - 1) * chunk
+        return jnp.concatenate([flat[:, :before], flat[:, before - length :]], axis=1)
 
     # The last chunk reaches back over the one before instead of past the end.
-    starts = np.minimum(np.arange(0, length, chunk), length - chunk)
-    parts = jax.lax.map(of_chunk, jnp.asarray(starts, jnp.int32))
-    out = jax.tree.map(lambda part: jnp.zeros((batch, length, *part.shape[3:]), part.dtype), parts)
-    for i, start in enumerate(starts.tolist()):
-        out = jax.tree.map(
-            lambda whole, part, i=i, start=start: jax.lax.dynamic_update_slice_in_dim(whole, part[i], start, axis=1),
-            out,
-            parts,
-        )
-    return out
+    starts = np.minimum(np.arange(0, length, chunk, dtype=np.int32), length - chunk)
+    return jax.tree.map(joined, jax.lax.map(of_chunk, jnp.asarray(starts)))
 
 
-def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tokens"]) -> TokenScores:
+def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tokens"], top: int = 0) -> TokenScores:
     """Scores of tokens, each given by the logits beside it."""
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
-    return TokenScores(logprobs, jnp.argmax(logits, axis=-1) == tokens)
+    of_all = jax.nn.log_softmax(logits)
+    own, greedy = jnp.take_along_axis(of_all, tokens[..., None], axis=-1)[..., 0], jnp.argmax(logits, axis=-1) == tokens
+    return TokenScores(own, greedy, tuple(reversed(jax.lax.top_k(of_all, top))) if top else None)
 
 
-_score = Program(OverMesh(_score_layers, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS, ROWS)))
+_score_texts_program = Program(OverMesh(_score_texts, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,62 +214,39 @@ def _encode_answer(lm: LM, answer: Any, held: list[int], argument: str) -> list[
 
 def _score_rows(prompts: Prompts, answers: list[list[int]], backend: Backend) -> tuple[list[np.ndarray], list[bool]]:
     """Scores of each answer; those to one prompt side by side."""
-    lm, b, calls, rest = prompts.lm, prompts.lm.method.cache.block_size, Calls(), None
-    (given, lengths), held = pad_tokens(answers, lm.pad_token_id), prompts.row_lengths
-    places = held % b
-    if lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
-        prompts = dataclasses.replace(prompts, fed_tokens=num_columns(int(np.max(places + lengths)), b))
+    lm, b, calls, hidden = prompts.lm, prompts.lm.method.cache.block_size, Calls(), None
+    starts, counts = prompts.row_lengths, [len(answer) for answer in answers]
+    columns = num_columns(int(np.max(starts % b + counts)), b)
+    if max(counts) > 1:  # of a single token, what the prompt's last logits say is all
+        prompts = dataclasses.replace(prompts, fed_tokens=columns)
     require_memory(prompts.kv_cache_bytes, f"{len(answers)} answers to {len(prompts.ids)} prompts")
-    begun = prompts.read(calls, backend)
-    prompts.require_finite(on_host(jnp.isfinite(begun.logits).all(axis=-1)))
-    first = calls(_score_logits, lm.without_layers(), begun.logits, jnp.asarray(given[:, 0]))
-    if columns := prompts.fed_tokens:
-        tokens = jnp.asarray(align(given, held, block_size=b, columns=columns))
-        starts, counts = jnp.asarray(held), jnp.asarray(lengths)
-        fed = feed(lm, begun.rows, tokens, starts, counts, calls, keep_hidden=True, backend=backend)
-        rest = calls(_score_appended, lm.without_layers(), fed.hidden, tokens, starts, counts)
-    first, rest = on_host((first, rest))
-    return _joined(first, rest, places, answers)
+    logits, rows, _ = prompts.read(calls, backend)
+    prompts.require_finite(on_host(jnp.isfinite(logits).all(axis=-1)))
+    tokens, lengths = pad_tokens(answers, lm.pad_token_id, columns)
+    if prompts.fed_tokens:
+        _, _, hidden = feed(lm, rows, tokens, starts, lengths, calls, keep_hidden=True, backend=backend)
+    found = on_host(calls(_score_answers_program, lm.without_layers, logits, hidden, tokens, starts))
+    logprobs = [row[:count] for row, count in zip(found.logprobs, counts, strict=True)]
+    return logprobs, [bool(row[:count].all()) for row, count in zip(found.greedy, counts, strict=True)]
 
 
-def _joined(
-    first: TokenScores, rest: TokenScores | None, places: Int[np.ndarray, " R"], answers: list[list[int]]
-) -> tuple[list[np.ndarray], list[bool]]:
-    """Scores of answers, from those of their first tokens and those of the others, which begin at `places`."""
-    if rest is None:
-        return [np.asarray(logprob)[None] for logprob in first.logprobs], first.greedy.tolist()
-    logprobs = []
-    for row, (place, answer) in enumerate(zip(places.tolist(), answers, strict=True)):
-        others = rest.logprobs[row, place : place + len(answer) - 1]
-        logprobs.append(np.concatenate([first.logprobs[row : row + 1], others]))
-    return logprobs, (first.greedy & rest.greedy.all(axis=1)).tolist()
-
-
-def _scores_of_first(lm: LM, logits: Float32[Array, "B V"], first: Int[Array, " R"]) -> TokenScores:
-    """Scores of each answer's first token; R / B answers side by side belong to a prompt."""
-    return scores_of_logits(jnp.repeat(logits, len(first) // len(logits), axis=0), first)
-
-
-def scores_of_appended(
-    lm: LM, hidden: Any, tokens: Int[Array, "B S"], starts: Int[Array, " B"], lengths: Int[Array, " B"]
+def _score_answers(
+    lm: LM,  # without layers
+    logits: Float32[Array, "B V"],  # after each prompt; R / B answers side by side belong to it
+    hidden: Float[Array, "R S D"] | None,  # of answers that were fed; None for answers of one token
+    tokens: Int[Array, "R S"],
+    starts: Int[Array, " R"],  # tokens before each answer
 ) -> TokenScores:
-    """Scores of appended tokens: in column c of the token in column c + 1, given all tokens up to column c.
-
-    Args:
-        lm: The model.
-        hidden: `Fed.hidden`, `[B, S, D]`.
-        tokens: Appended tokens, as `feed` takes them.
-        starts: Tokens in the caches before, `[B]`.
-        lengths: Appended tokens, `[B]`.
-
-    Returns:
-        Scores `[B, S - 1]`; 0.0 and True where one of the two columns has no new token.
-    """
-    place = jnp.arange(tokens.shape[1] - 1) - (starts % lm.method.cache.block_size)[:, None]
-    both = (place >= 0) & (place + 1 < lengths[:, None])
-    scores = scores_of_hidden(lm.decoder, hidden[:, :-1], tokens[:, 1:])
-    return TokenScores(jnp.where(both, scores.logprobs, 0.0), scores.greedy | ~both)
+    """Scores of the tokens of answers, arbitrary past a length."""
+    first = scores_of_logits(jnp.repeat(logits, len(tokens) // len(logits), axis=0)[:, None], tokens[:, :1])
+    if hidden is None:
+        return first
+    b, columns = lm.method.cache.block_size, tokens.shape[1]
+    targets = aligned(tokens, Where(starts // b * b, starts, starts), columns)
+    others = scores_of_hidden(lm.decoder, hidden[:, :-1], targets[:, 1:])
+    places = jnp.minimum((starts % b)[:, None] + jnp.arange(columns - 1), columns - 2)
+    own = jax.tree.map(lambda x: jnp.take_along_axis(x, places, axis=1), others)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), first, own)
 
 
-_score_logits = Program(OverMesh(_scores_of_first, (ROWS, ROWS), ROWS))
-_score_appended = Program(OverMesh(scores_of_appended, (ROWS,) * 4, ROWS))
+_score_answers_program = Program(OverMesh(_score_answers, (ROWS,) * 4, ROWS))

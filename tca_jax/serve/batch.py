@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt8
 
-from tca_jax.engine.extend import align, feed, num_columns
+from tca_jax.engine.cache import mean_pages
+from tca_jax.engine.extend import feed, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.pages import FreePages, Rows, Widths
-from tca_jax.engine.prompts import bucket_length
-from tca_jax.engine.read import Calls, mean_columns, pages_of_forks
+from tca_jax.engine.prompts import bucket_length, pad_tokens
+from tca_jax.engine.read import Calls
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend
@@ -77,11 +78,11 @@ class Batch:
 
     def __init__(self, lm: LM, pool: PagePool, max_rows: int, backend: Backend) -> None:
         self._lm, self._pool, self._backend, self._max_rows = lm, pool, backend, max_rows
-        self._program_lm, self._bare_lm = lm.for_programs(), lm.without_weights()
+        self._program_lm, self._bare_lm = lm.for_programs, lm.without_weights
         self.rows: list[Request | None] = [None] * max(2, max_rows)  # a single row is written without looking
         self._widths = self._widths_of(0, 1)
         self._bounded = lm.method.cache.window < UNBOUNDED
-        self._step_programs: dict[Any, list[Callable[..., Any]]] = {}
+        self._step_programs: dict[Any, Sequence[Callable[..., Any]]] = {}
         #: Dispatched steps in their order: the packed output, and the rows.
         self.pending: list[tuple[jax.Array, tuple[Request | None, ...]]] = []
         self._calls = Calls()
@@ -91,7 +92,8 @@ class Batch:
         """Pages that a row after a document needs beside its pages, and how many of them for kept tokens of a head."""
         most = self._lm.config.max_context
         sizes = min(most, bucket_length(document_tokens)), min(most, bucket_length(own_tokens))
-        return pages_of_forks(self._lm, 1, *sizes), max(self._lm.cache_layout(1, *sizes, following=True).kept_columns)
+        layout = self._lm.cache_layout(1, *sizes, following=True)
+        return layout.num_pages, max(layout.kept_columns)
 
     @property
     def requests(self) -> list[Request]:
@@ -164,11 +166,10 @@ class Batch:
         """Feeds a piece of tokens to a row of `held` tokens. Returns its table, the logits after it, and its size."""
         b = self._pool.block_size
         piece, starts = tokens[: _PIECE_TOKENS - held % b], np.asarray([held], np.int32)
-        columns = num_columns(held % b + len(piece), b)
-        aligned = align(np.asarray([piece], np.int32), starts, block_size=b, columns=columns)
-        given = jnp.asarray(aligned), jnp.asarray(starts), jnp.asarray([len(piece)], jnp.int32), self._calls
-        fed = feed(self._program_lm, self._pool.lend(table), *given, backend=self._backend)
-        return self._pool.take_back(fed.rows), fed.logits, len(piece)
+        padded, lengths = pad_tokens([piece], columns=num_columns(held % b + len(piece), b))
+        given = padded, starts, lengths, self._calls
+        rows, logits, _ = feed(self._program_lm, self._pool.lend(table), *given, backend=self._backend)
+        return self._pool.take_back(rows), logits, len(piece)
 
     def admit(self, request: Request) -> None:
         """Draws the first token of a request's answer."""
@@ -208,8 +209,10 @@ class Batch:
         key = state.seen is None, None if state.top is None else state.top[0].shape, state.stop_tokens.shape
         if key not in self._step_programs:
             kinds = (False, True) if self._bounded else (False,)  # both now: answers wait for neither
-            prepared = [pages.step.prepare(*given, evicts=kind, backend=self._backend) for kind in kinds]
-            self._step_programs[key] = [program for program, _ in prepared]
+            programs = [pages.step.start(*given, evicts=kind, backend=self._backend)[0] for kind in kinds]
+            for program in programs:
+                program.wait()
+            self._step_programs[key] = programs
         state, output = self._step_programs[key][evicts](*given)
         self._table = self._pool.take_back(state.cache)
         self._state = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
@@ -273,7 +276,7 @@ class Batch:
             return bucket_length(width, _MIN_WIDTH) if width else 0
 
         window = policy.window // b + 1 if policy.window < UNBOUNDED else bucket(cdiv(tokens, b))
-        return Widths(bucket(kept), window, bucket(mean_columns(policy, tokens)))
+        return Widths(bucket(kept), window, bucket(mean_pages(policy, tokens)))
 
     def _widen(self, *wanted: Widths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""

@@ -96,7 +96,7 @@ class Documents:
     def __init__(
         self, lm: LM, pool: PagePool, host_bytes: int, folder: Path | None = None, disk_bytes: float | None = None
     ) -> None:
-        self._lm, self._bare_lm, self.pool, self._host_bytes = lm, lm.without_weights(), pool, host_bytes
+        self._lm, self._bare_lm, self.pool, self._host_bytes = lm, lm.without_weights, pool, host_bytes
         self._folder: Any = folder  # of this engine; None where documents are not stored
         self._disk_bytes = math.inf if disk_bytes is None else disk_bytes
         self._chunk = max(1, min(pool.documents, _CHUNK_BYTES * pool.devices // pool.page_bytes))

@@ -18,7 +18,6 @@ from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.generation_config import GenerationConfig, GenerationOptions
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.prompts import Prompt, bucket_length, encode_appended, encode_prompt, require_positions
-from tca_jax.engine.read import page_bytes, pages_of_forks
 from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, check_integer, require
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
@@ -359,7 +358,7 @@ class Engine(AbstractContextManager["Engine"]):
 
 def _answer_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
     most = lm.config.max_context
-    return max_rows * pages_of_forks(lm, 1, most, min(most, bucket_length(answer_tokens)))
+    return max_rows * lm.cache_layout(1, most, min(most, bucket_length(answer_tokens)), following=True).num_pages
 
 
 def _default_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
@@ -368,7 +367,7 @@ def _default_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
     limit: Any = memory_bytes()
     require(limit is not None, "the device does not report its memory limit; pass pages")
     free = (limit - stats["bytes_in_use"]) * (1 - _READING_SHARE) if "bytes_in_use" in stats else limit * _CPU_SHARE
-    page, answers = page_bytes(lm), _answer_pages(lm, max_rows, answer_tokens)
+    page, answers = lm.page_bytes, _answer_pages(lm, max_rows, answer_tokens)
     pages = int(free // page) - answers
     need = f"max_rows = {max_rows} with answer_tokens = {answer_tokens} need {answers * page / 1e9:,.1f} GB"
     require(pages >= 1, f"{need}: the device has {free / 1e9:,.1f} GB for answers and documents")

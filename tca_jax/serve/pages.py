@@ -19,19 +19,13 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, UInt8
 from tca_jax.engine.decode import STATE, DecodingState, Steps, draw
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, part_of_device, place
-from tca_jax.engine.pages import Allocator, FreePages, Numbers, Rows, Widths
-from tca_jax.engine.read import page_bytes
+from tca_jax.engine.pages import NO_POOL, NO_TABLE, Allocator, FreePages, Numbers, Rows, Widths
+from tca_jax.engine.read import empty_rows
 from tca_jax.engine.sampling import Sampling
-from tca_jax.methods.base import ScoredCache
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.programs import Program
-
-#: Fields of `Rows` that a pool alone lacks.
-_NO_TABLE: Any = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored"))
-_NO_TABLE |= {"window_pages": 0, "in_runs": False}
-_NO_POOL: Any = {"k": None, "v": None}
 
 
 class PagePool:
@@ -42,9 +36,9 @@ class PagePool:
     """
 
     def __init__(self, lm: LM, documents: int, answers: int) -> None:
-        self._lm, self.documents, self.answers, self.free_answers = lm.without_weights(), documents, answers, answers
+        self._lm, self.documents, self.answers, self.free_answers = lm.without_weights, documents, answers, answers
         self.on_mesh, self.devices = lm.mesh is not None, 1 if lm.head_shards is None else lm.head_shards.devices
-        self.block_size, self.page_bytes = lm.method.cache.block_size, page_bytes(lm) * self.devices
+        self.block_size, self.page_bytes = lm.method.cache.block_size, lm.page_bytes * self.devices
         self.total, self._dtype = documents + answers, lm.cache_dtype
         self.allocator = Allocator(self.total, self.devices)
         self.of_answers = np.zeros((self.devices, self.total), bool)
@@ -66,7 +60,7 @@ class PagePool:
     def take_back(self, rows: Rows) -> Rows:
         """Takes the pool from a program's result; the table is left."""
         self.arrays = dataclasses.replace(self.arrays, k=rows.k, v=rows.v)
-        return dataclasses.replace(rows, **_NO_POOL)
+        return dataclasses.replace(rows, **NO_POOL)
 
     def padded(self, numbers: Numbers, count: int) -> np.ndarray:
         """Pages of each device in `count` places."""
@@ -139,7 +133,7 @@ def _renumbered(table: Rows, lookups: Sequence[np.ndarray] | np.ndarray) -> Rows
 
 def bare(table: Rows) -> Rows:
     """A table alone: without pool and free pages."""
-    return dataclasses.replace(table, **_NO_POOL, free=None)  # type: ignore[arg-type]
+    return dataclasses.replace(table, **NO_POOL, free=None)  # type: ignore[arg-type]
 
 
 def row_of(table: Rows, row: int) -> Rows:
@@ -153,24 +147,12 @@ def row_of(table: Rows, row: int) -> Rows:
 
 def _empty_pool(lm: LM, *, pages: int, dtype: jnp.dtype) -> Rows:
     k, v = (empty((pages, lm.method.cache.block_size, lm.config.head_dim), dtype) for _ in range(2))
-    return Rows(k, v, **_NO_TABLE)
+    return Rows(k, v, **NO_TABLE)
 
 
 def _empty_table(lm: LM, *, rows: int, widths: Widths, pages: int) -> Rows:
     """Rows without tokens; `pages` of the pool."""
-    heads = lm.config.num_kv_heads // (1 if lm.head_shards is None else lm.head_shards.devices)
-    table = Rows.create(
-        lm.config.num_layers,
-        rows,
-        heads,
-        pages=pages,
-        columns=widths.kept,
-        window_pages=widths.window,
-        mean_pages=widths.means if isinstance(lm.method.cache, ScoredCache) else None,
-        page_size=lm.method.cache.block_size,
-        head_dim=lm.config.head_dim,
-        dtype=jnp.float32,  # of the pool, which is dropped
-    )
+    table = empty_rows(lm, rows, widths, pages, jnp.float32)  # whose pool is dropped
     return dataclasses.replace(bare(table), in_runs=False)
 
 
@@ -193,7 +175,7 @@ def _place(lm: LM, pool: Rows, pages: Rows) -> Rows:
 def _fetch(lm: LM, pool: Rows) -> Rows:
     """Copies of the pages that are called free."""
     k, v = jax.tree.map(lambda x: x.at[pool.free.numbers].get(mode="clip"), (pool.k, pool.v))
-    return Rows(k, v, **_NO_TABLE)
+    return Rows(k, v, **NO_TABLE)
 
 
 def _row_axis(x: Array) -> int:
@@ -202,7 +184,7 @@ def _row_axis(x: Array) -> int:
 
 def _widen(lm: LM, table: Rows, *, widths: Widths, pages: int) -> Rows:
     no_bytes: Any = np.zeros((pages, lm.method.cache.block_size, 0))  # the pool's size
-    return dataclasses.replace(dataclasses.replace(table, k=no_bytes).with_widths(widths), **_NO_POOL)
+    return dataclasses.replace(dataclasses.replace(table, k=no_bytes).with_widths(widths), **NO_POOL)
 
 
 def _refresh(

@@ -297,7 +297,7 @@ class Scheduler:
         """Pages for reading documents of at most `tokens` tokens each, without those of a parent."""
         if parent is not None:
             return self._batch.own_pages(len(parent.tokens), tokens - len(parent.tokens))[0]
-        return read.num_pages(self._lm, self._lm.cache_layout(documents, bucket_length(tokens)))
+        return self._lm.cache_layout(documents, bucket_length(tokens)).num_pages
 
     def _group(self, document: Document) -> list[Document]:
         """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
@@ -356,7 +356,7 @@ class Scheduler:
 
     def _read(self, group: list[Document], numbers: Numbers) -> Iterator[int]:
         """Reads documents into pages: starts to compile, then yields the tokens of each layer."""
-        lm, pool, calls = self._lm.for_programs(), self._pool, read.Calls()
+        lm, pool, calls = self._lm.for_programs, self._pool, read.Calls()
         tokens, lengths = map(jnp.asarray, pad_tokens([each.tokens for each in group], lm.pad_token_id))
         layout, backend = self._lm.cache_layout(len(group), tokens.shape[1]), self._backend
         try:
@@ -367,7 +367,7 @@ class Scheduler:
                 logits, rows, shares = self._programs.result()
                 self._enter(group, *on_host((logits, shares, rows)))
                 return
-            table = pool.empty_table(len(group), read.widths_of(lm, layout), numbers)
+            table = pool.empty_table(len(group), layout.widths, numbers)
             layers = read.Layers(lm, tokens, lengths, lengths, layout, calls, backend)
             self._programs = self._compilers.submit(layers.prepare, shapes_of(pool.lend(table)))
             yield 0

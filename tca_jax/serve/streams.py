@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from tca_jax.engine.generation import AnswerReader, certain_characters
 from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import require_tokenizer
-from tca_jax.engine.request import AnswerReader, certain_characters
 from tca_jax.errors import require
 
 FinishReason = Literal["stop", "length", "cancelled"]

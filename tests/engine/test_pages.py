@@ -117,8 +117,8 @@ def check(rows, tokens, theta):
 def read():
     """Rows of three prompts, and what they hold."""
     rng, theta = np.random.default_rng(0), 0.8
-    sizes = {"pages": PAGES, "columns": COLUMNS, "window_pages": W, "mean_pages": 1, "page_size": B, "head_dim": D}
-    rows = Rows.create(LAYERS, ROWS, HEADS, **sizes, dtype=jnp.float32)
+    sizes = {"pages": PAGES, "widths": Widths(COLUMNS, W, 1), "page_size": B, "head_dim": D}
+    rows = Rows.create(LAYERS, ROWS, HEADS, **sizes, scored=True, dtype=jnp.float32)
     tokens = [Tokens(rng, length) for length in (700, 130, 384)]
     for row, of_row in enumerate(tokens):
         rows = prompt_of(rows, row, of_row, theta)

@@ -12,8 +12,8 @@ from flax import nnx
 from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
 
 import tca_jax
+from tca_jax.engine.generation import AnswerReader, certain_characters
 from tca_jax.engine.generation_config import GenerationOptions, option_help
-from tca_jax.engine.request import AnswerReader, certain_characters
 from tca_jax.engine.score import score_answers
 from tca_jax.models.decoder import Decoder
 

@@ -11,7 +11,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from tiny import random_prompt, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.engine.read import pages_of_forks
 from tca_jax.errors import UserError, require
 from tca_jax.serve import Engine
 
@@ -31,7 +30,8 @@ class Model:
 
     def __init__(self, lm):
         self.lm = lm
-        self.pages = lm.cache_layout(1, 48).num_pages + pages_of_forks(lm, 1, 48, 16)  # documents push each other out
+        layouts = lm.cache_layout(1, 48), lm.cache_layout(1, 48, 16, following=True)
+        self.pages = sum(layout.num_pages for layout in layouts)  # documents push each other out
 
     @functools.cache  # noqa: B019 (one test)
     def context(self, parts):
