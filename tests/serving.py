@@ -25,8 +25,6 @@ class Watched(Program):
 
 
 class WatchedCompiled(Compiled):
-    """A compiled program, and what is called before it runs."""
-
     def __init__(self, compiled, running):
         self.__dict__.update(vars(compiled), running=running)
 
