@@ -45,16 +45,6 @@ class OnlineSoftmax(NamedTuple):
             jnp.zeros((queries, head_dim), jnp.float32),
         )
 
-    def merge(self, other: OnlineSoftmax) -> OnlineSoftmax:
-        """The attention over both sets of keys."""
-        peak = jnp.maximum(self.peak, other.peak)
-        mine, theirs = jnp.exp(self.peak - peak), jnp.exp(other.peak - peak)
-        return OnlineSoftmax(
-            peak,
-            self.weight * mine + other.weight * theirs,
-            self.output * mine[..., None] + other.output * theirs[..., None],
-        )
-
     def attend(self, scores: Float32[Array, "R k"], seen: Bool[Array, "R k"], v: Float[Array, "k d"]) -> OnlineSoftmax:
         """With more keys, by their scores."""
         scores = jnp.where(seen, scores, MASKED)

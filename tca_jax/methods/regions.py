@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pages, Pool
+from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pool
 from tca_jax.pallas_kernels.numerics import round_up
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 
@@ -58,21 +58,6 @@ class Selected(NamedTuple):
 
     budgets: Int32[Array, "B Hkv nb"]
     pool: Pool
-
-    def pages(self, block_size: int, kept: Int32[Array, "B Hkv"]) -> Pages:
-        """The first tokens of each region, as attention to pages takes them.
-
-        Args:
-            block_size: Tokens of a page, b; regions are whole pages.
-            kept: Tokens of each region `[B, Hkv]`.
-        """
-        batch = len(kept)
-        k, v = (x.reshape(-1, block_size, x.shape[-1]) for x in (self.pool.k, self.pool.v))
-        most = min(len(k), self.budgets.shape[-1])  # no region holds more than all blocks
-        column = jnp.arange(most, dtype=jnp.int32)
-        table = jnp.minimum(self.pool.offsets[..., None] // block_size + column, len(k) - 1)
-        nowhere = jnp.zeros(batch, jnp.int32)
-        return Pages(k, v, table, kept, nowhere, nowhere, most)
 
 
 @dataclasses.dataclass(frozen=True)

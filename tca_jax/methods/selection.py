@@ -61,12 +61,22 @@ def row_budgets(
     config: TCAConfig,
     heads: Int[Array, " Hkv"] | None = None,
 ) -> Int32[Array, "B Hkv nb"]:
-    """Tokens that every ranked block keeps: Psi at its rank, or its reserved tokens where these are more."""
-    budgets = head_budgets(prompt_scores.scored, rows, lengths, config, heads)
-    if prompt_scores.reserved is None:
+    """Tokens that every ranked block keeps: Psi at its rank (Eq. 7), or its reserved tokens where these are more."""
+    scored, reserved = prompt_scores
+    ranked, b = config.num_ranked_blocks(lengths), config.block_size
+    density = block_density(scored, ranked, config, heads)
+    order = jnp.argsort(density, axis=-1, stable=True)  # ties go to the lower block
+    rank = jnp.argsort(order, axis=-1)  # the inverse permutation
+    # Psi[r] = 2^i for the first i whose counts up to and including i exceed r.
+    table = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(scored.scores.shape[-1])))
+    ends = jnp.cumsum(table[ranked[:, None], rows], axis=-1)
+    exponent = (rank[..., None] >= ends[..., None, :]).sum(axis=-1).astype(jnp.int32)
+    is_ranked = jnp.arange(density.shape[-1]) < ranked[:, None, None]
+    budgets = jnp.where(is_ranked, jnp.left_shift(jnp.int32(1), exponent), 0)
+    if reserved is None:
         return budgets
-    complete = prompt_scores.reserved[..., : budgets.shape[-1] * config.block_size]
-    return jnp.maximum(budgets, complete.reshape(*budgets.shape, -1).sum(axis=-1, dtype=jnp.int32))
+    complete = reserved[..., : budgets.shape[-1] * b].reshape(*budgets.shape, b)
+    return jnp.maximum(budgets, complete.sum(axis=-1, dtype=jnp.int32))
 
 
 def block_density(
@@ -88,22 +98,6 @@ def block_density(
     return jnp.where(jnp.arange(num_blocks) < num_ranked[:, None, None], density, jnp.inf)
 
 
-def block_budgets(
-    density: Float32[Array, "B Hkv nb"],  # lowest first in rank; ties go to the lower block
-    num_ranked: Int[Array, " B"],
-    counts: Int[Array, "B Hkv K"],  # ranked blocks that get 1, 2, 4, ... tokens
-) -> Int32[Array, "B Hkv nb"]:
-    """Token budget t_j of every block: Psi at the block's rank (Eq. 7), 0 past the ranked blocks."""
-    num_blocks = density.shape[-1]
-    ranked = jnp.arange(num_blocks) < num_ranked[:, None, None]
-    order = jnp.argsort(jnp.where(ranked, density, jnp.inf), axis=-1, stable=True)
-    rank = jnp.argsort(order, axis=-1)  # the inverse permutation
-    # Psi[r] = 2^i for the first i whose counts up to and including i exceed r.
-    ends = jnp.cumsum(counts, axis=-1)
-    exponent = (rank[..., None] >= ends[..., None, :]).sum(axis=-1)
-    return jnp.where(ranked, jnp.left_shift(jnp.int32(1), exponent.astype(jnp.int32)), 0)
-
-
 def select_by_candidates(
     q_last: Float[Array, "B O Hq d"],
     k: Float[Array, "B L Hkv d"],
@@ -116,20 +110,6 @@ def select_by_candidates(
     scores = score_prompt(q_last, k, lengths, config)
     with jax.named_scope("select"):
         return Selection(scores.ranking, row_budgets(scores, candidates, lengths, config, heads))
-
-
-def head_budgets(
-    scored: TokenScores,
-    candidates: Int[Array, " Hkv"],
-    lengths: Int[Array, " B"],
-    config: TCAConfig,
-    heads: Int[Array, " Hkv"] | None = None,
-) -> Int32[Array, "B Hkv nb"]:
-    """Psi at the rank of every block, by its head's candidate (Eq. 7): its budget without a reserve."""
-    ranked = config.num_ranked_blocks(lengths)
-    density = block_density(scored, ranked, config, heads)
-    table = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(scored.scores.shape[-1])))
-    return block_budgets(density, ranked, table[ranked[:, None], candidates])
 
 
 def _entropy_index(

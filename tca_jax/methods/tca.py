@@ -42,51 +42,43 @@ class TCACache(CachePolicy):
     def num_queries(self) -> int:  # type: ignore[override]
         return self.config.num_queries
 
-    def rows(self, layer: int | Array, num_kv_heads: int) -> Any:
-        """Row of each KV head of a layer."""
-        rows = _of_layer(self.candidates, layer)
-        return (jnp if isinstance(rows, Array) else np).broadcast_to(rows, (num_kv_heads,))
-
     def capacities(self, layer: int, prompt_tokens: int) -> PerHead:
-        return self._per_head(self._region_capacities(prompt_tokens, self.rows(layer, self.num_heads(layer))))
+        ranked, rows = self.num_ranked_blocks(prompt_tokens), self._of_layer(layer)
+        kept = [region_capacity(self.config, row, ranked) for row in rows.ravel().tolist()]
+        return _per_head(np.reshape(kept, rows.shape))
 
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
-        kept_of_block = eviction_budgets(self.config)[self.rows(layer, self.num_heads(layer))]
-        return self._per_head(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens))
+        kept_of_block = eviction_budgets(self.config)[self._of_layer(layer)]
+        return _per_head(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens))
 
     def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
-        rows = heads.of(self.rows(layer, heads.of_model))
         numbers = jnp.asarray(heads.numbers)
-        return select_by_candidates(q, k, jnp.asarray(rows), lengths, self.config, numbers)
+        return select_by_candidates(q, k, self._of_heads(layer, heads), lengths, self.config, numbers)
 
     def evict(
         self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
         batch, kv_heads = attention.shape[:2]
-        rows = self.rows(layer, heads.of_model)
-        table = eviction_budgets(self.config)
-        budgets = heads.of(table[rows] if isinstance(rows, np.ndarray) else jnp.asarray(table)[rows])
+        budgets = jnp.asarray(eviction_budgets(self.config))[self._of_heads(layer, heads)]
         return Selection(attention.mean(axis=2), jnp.broadcast_to(budgets[:, None], (batch, kv_heads, 1)))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
-        if isinstance(self.candidates, int):
-            return
-        heads = sorted({len(layer) for layer in self.candidates})
-        given = f"candidates has {len(self.candidates)} layers of {'/'.join(map(str, heads))} KV heads"
-        fits = len(self.candidates) == num_layers and heads == [num_kv_heads]
-        require(fits, f"{given}: must be {num_layers} of {num_kv_heads}")
+        if not isinstance(self.candidates, int):
+            layers, heads = np.shape(self.candidates)
+            given = f"candidates has {layers} layers of {heads} KV heads"
+            fits = (layers, heads) == (num_layers, num_kv_heads)
+            require(fits, f"{given}: must be {num_layers} of {num_kv_heads}")
 
-    def num_heads(self, layer: int) -> int:
-        """KV heads of a layer, or 1 where all heads have one row."""
-        return 1 if isinstance(self.candidates, int) else len(self.candidates[layer])
+    def _of_layer(self, layer: Layer) -> Any:
+        """Rows of a layer's KV heads `[H_kv]`, or a scalar for all of them; data where the layer's number is."""
+        rows = np.asarray(self.candidates, np.int32)
+        if rows.ndim:
+            return jnp.asarray(rows)[layer] if isinstance(layer, Array) else rows[layer]
+        return rows
 
-    def _per_head(self, values: Int[np.ndarray, " heads"]) -> PerHead:
-        return int(values[0]) if isinstance(self.candidates, int) else tuple(values.tolist())
-
-    def _region_capacities(self, prompt_tokens: int, rows: Int32[np.ndarray, " heads"]) -> Int[np.ndarray, " heads"]:
-        """Most tokens of a prompt that heads keep under a row of budgets each."""
-        ranked = self.num_ranked_blocks(prompt_tokens)
-        return np.array([region_capacity(self.config, int(row), ranked) for row in rows], np.int64)
+    def _of_heads(self, layer: Layer, heads: Heads) -> Int32[Array, " Hkv"]:
+        """Row of each of these KV heads."""
+        return jnp.asarray(heads.of(jnp.broadcast_to(self._of_layer(layer), (heads.of_model,))))
 
 
 def tca(candidates: Sequence[Sequence[int]] | np.ndarray | int, config: TCAConfig | None = None) -> Method:
@@ -117,8 +109,5 @@ def _checked_rows(name: str, value: Any, config: TCAConfig) -> Rows:
     return int(rows) if rows.ndim == 0 else tuple(map(tuple, rows.tolist()))
 
 
-def _of_layer(rows: Rows, layer: int | Array) -> Int32[Array | np.ndarray, "*heads"]:
-    """Rows of a layer's KV heads `[H_kv]`, or the one of all heads as a scalar; data where the layer's number is."""
-    if isinstance(layer, Array):
-        return jnp.asarray(rows, jnp.int32) if isinstance(rows, int) else jnp.asarray(rows, jnp.int32)[layer]
-    return np.asarray(rows if isinstance(rows, int) else rows[layer], np.int32)
+def _per_head(values: Int[np.ndarray, "*heads"]) -> PerHead:
+    return tuple(values.tolist()) if values.ndim else int(values)
