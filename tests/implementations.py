@@ -30,9 +30,9 @@ def runs(backend: str) -> bool:
     return can_run(backend) or (INTERPRET and backend == "triton")
 
 
-def on_every_backend(operation: str, *, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Runs a test, which takes a `backend`, on every one that the operation has, but those that take other operands."""
-    names = [name for name in OPERATIONS[operation] if name not in but]
+def on_every_backend(operation: str) -> pytest.MarkDecorator:
+    """Runs a test, which takes a `backend`, on every one that the operation has."""
+    names = OPERATIONS[operation]
     skip = {name: pytest.mark.skipif(not runs(name), reason="needs another GPU") for name in names}
     return pytest.mark.parametrize("backend", [pytest.param(name, marks=mark) for name, mark in skip.items()])
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tca_jax.errors import check_not_negative, require
-from tca_jax.lab.rivals.compression import GrowingCache, Inputs, PromptCompression, Scores, divided
+from tca_jax.lab.rivals.compression import GrowingCache, PromptCompression, Scores, divided
 from tca_jax.lab.rivals.snapkv import SnapKVCache
 from tca_jax.methods.base import Frequencies, Heads, Layer, Method, Wording
 from tca_jax.methods.full import FullPrefill
@@ -51,7 +51,7 @@ class AdaKVCache(GrowingCache):
         return tuple(num_kv_heads * each for each in of_heads)
 
     def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
-        scores = self.scored.token_scores(Inputs(heads, q, k, v, lengths))
+        scores = self.scored.token_scores(heads, q, k, v, lengths)
         mean = self.scored.mean_of_heads(layer, lengths, k.shape[1])
         return self.scored.selection(scores, self._counts(scores, mean, heads, lengths), lengths)
 

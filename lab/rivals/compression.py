@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,6 @@ from tca_jax.methods.regions import Selection
 
 #: Scores of tokens, `[B, Hkv, L]`.
 Scores = Float32[Array, "B Hkv L"]
-
-
-class Inputs(NamedTuple):
-    """Arguments of `CachePolicy.select`."""
-
-    heads: Heads
-    q: Float[Array, "B O Hq d"]  # the last `num_queries` queries, or all for None
-    k: Float[Array, "B L Hkv d"]
-    v: Float[Array, "B L Hkv d"]
-    lengths: Int[Array, " B"]
 
 
 class GrowingCache(CachePolicy):
@@ -84,9 +74,9 @@ class PromptCompression(GrowingCache):
         """Scores of the tokens of one KV head, not negative; those right of the ranked blocks are ignored."""
         raise NotImplementedError("a rival defines score, of a KV head, or scores, of all")
 
-    def scores(self, x: Inputs) -> Scores:
-        """Scores of the tokens of all KV heads."""
-        return over_heads(lambda q, k, v: self.score(q, k, v, x.lengths), x.q, x.k, x.v)
+    def scores(self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Scores:
+        """Scores of the tokens of all KV heads, by the arguments of `select`."""
+        return over_heads(lambda q, k, v: self.score(q, k, v, lengths), q, k, v)
 
     def num_kept(self, layer: Any, max_blocks: int) -> Int[np.ndarray, " N"]:
         """Tokens that a head of the layer keeps of 0, 1, ..., `max_blocks` ranked blocks."""
@@ -103,14 +93,14 @@ class PromptCompression(GrowingCache):
         return int(self.num_kept(layer, self.num_ranked_blocks(prompt_tokens)).max())
 
     def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
-        scores = self.token_scores(Inputs(heads, q, k, v, lengths))
+        scores = self.token_scores(heads, q, k, v, lengths)
         mean = self.mean_of_heads(layer, lengths, k.shape[1])
         return self.selection(scores, jnp.broadcast_to(mean[:, None], scores.shape[:2]), lengths)
 
-    def token_scores(self, x: Inputs) -> Scores:
+    def token_scores(self, *operands: Any) -> Scores:
         """`scores` without subnormal ones: devices differ in whether these equal 0."""
         with jax.named_scope("token_scores"):
-            return without_subnormals(self.scores(x))
+            return without_subnormals(self.scores(*operands))
 
     def mean_of_heads(self, layer: Layer, lengths: Int[Array, " B"], prompt_tokens: int) -> Int32[Array, " B"]:
         """Tokens that a head of the layer keeps of each prompt, of which the longest has `prompt_tokens`."""

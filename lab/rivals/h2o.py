@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from tca_jax.errors import check_flag
-from tca_jax.lab.rivals.compression import Inputs, PromptCompression, Scores, rival
+from tca_jax.lab.rivals.compression import PromptCompression, Scores, rival
+from tca_jax.methods.base import Heads
 from tca_jax.pallas_kernels.column_mass import column_mass
 
 
@@ -26,9 +28,9 @@ class H2OCache(PromptCompression):
         super().__post_init__()
         check_flag("average", self.average)
 
-    def scores(self, x: Inputs) -> Scores:
-        near, far = column_mass(x.q, x.k, x.lengths, block_size=self.block_size, window=self.window)
-        seen_by = jnp.maximum(x.lengths[:, None, None] - jnp.arange(x.k.shape[1]), 1)
+    def scores(self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Scores:
+        near, far = column_mass(q, k, lengths, block_size=self.block_size, window=self.window)
+        seen_by = jnp.maximum(lengths[:, None, None] - jnp.arange(k.shape[1]), 1)
         return (near + far) / seen_by if self.average else near + far
 
 

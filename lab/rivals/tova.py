@@ -11,8 +11,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tca_jax.lab.rivals.compression import Inputs, PromptCompression, Scores, rival
+from tca_jax.lab.rivals.compression import PromptCompression, Scores, rival
 from tca_jax.lab.rivals.scores import last_attention
+from tca_jax.methods.base import Heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +21,9 @@ class TOVACache(PromptCompression):
     def score(self, q: Array, k: Array, v: Array, lengths: Array) -> Array:
         return last_attention(q, k, lengths)[:, :, 0].mean(axis=1)
 
-    def scores(self, x: Inputs) -> Scores:
-        of_heads = super().scores(x)
-        return jnp.broadcast_to(x.heads.mean(of_heads)[:, None], of_heads.shape)
+    def scores(self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Scores:
+        of_heads = super().scores(heads, q, k, v, lengths)
+        return jnp.broadcast_to(heads.mean(of_heads)[:, None], of_heads.shape)
 
 
 tova = rival("tova", TOVACache)

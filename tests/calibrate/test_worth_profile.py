@@ -20,16 +20,11 @@ def lm():
     return tiny_lm(sharpness=4.0)
 
 
-@pytest.fixture(scope="module")
-def fitted(lm):
+@pytest.mark.integration
+def test_calibrate_fits_and_measures(lm):
     stages = []
     with pytest.warns(UserWarning, match="'tiny' knows none of the hidden facts"):  # it has no tokenizer
         profile = tca_jax.calibrate(lm, TEXTS, count=2, tokens=512, progress=lambda *call: stages.append(call))
-    return profile, stages
-
-
-def test_calibrate_fits_and_measures(fitted, lm):
-    profile, stages = fitted
     assert isinstance(profile, tca_jax.WorthProfile)
     assert profile.maps.maps.shape == (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.hidden_size + 1)
     assert (profile.model_name, profile.fingerprint) == ("tiny", lm.fingerprint)
@@ -45,12 +40,9 @@ def test_calibrate_fits_and_measures(fitted, lm):
     for stage in {stage for stage, *_ in stages}:
         done = [call[1:] for call in stages if call[0] == stage]
         assert done == [(i + 1, done[0][1]) for i in range(done[0][1])]
-
-
-def test_a_given_share_is_taken(fitted, lm):
     again = tca_jax.calibrate(lm, TEXTS, count=2, tokens=512, kept=0.4, progress=lambda *call: None)
     assert again.kept == 0.4
-    np.testing.assert_array_equal(again.maps.maps, fitted[0].maps.maps)
+    np.testing.assert_array_equal(again.maps.maps, profile.maps.maps)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +81,8 @@ def test_texts_are_packed_or_split(lm):
     assert {len(text) for text in most} == {1024 - 256}  # room for a chunk of 256
 
 
-@pytest.mark.parametrize("fitting", [True, False])
-def test_a_profile_survives_a_save(fitted, tmp_path, fitting):
-    profile = fitted[0] if fitting else make_worth_profile(kept=0.1 + 0.2)
+def test_a_profile_survives_a_save(tmp_path):
+    profile = make_worth_profile(kept=0.1 + 0.2)
     profile.save(tmp_path)
     loaded = Profile.load(tmp_path)
     assert isinstance(loaded, tca_jax.WorthProfile)
@@ -105,22 +96,24 @@ def test_a_profile_survives_a_save(fitted, tmp_path, fitting):
         assert rows == [list(map(repr, row.items())) for row in getattr(profile, name)]
 
 
-def test_other_shares_need_no_calibration(fitted):
-    profile = fitted[0].with_kept(0.3)
-    assert (profile.kept, profile.selected, profile.maps) == (0.3, fitted[0].selected, fitted[0].maps)
-    thetas = [float(fitted[0].with_kept(kept).settings().theta[0]) for kept in (0.1, 0.5, 1.0)]
+def test_other_shares_need_no_calibration():
+    made = make_worth_profile()
+    profile = made.with_kept(0.3)
+    assert (profile.kept, profile.selected, profile.maps) == (0.3, made.selected, made.maps)
+    thetas = [float(made.with_kept(kept).settings().theta[0]) for kept in (0.1, 0.5, 1.0)]
     assert thetas[0] > thetas[1] > thetas[2] == -math.inf
     for share in (0.0, 1.5, math.nan):
         with pytest.raises(ValueError, match=r"kept = .*: must be in \(0, 1\]"):
             profile.with_kept(share)
 
 
-def test_a_profile_fits_its_model_alone(fitted):
-    fitted[0].validate_for(CONFIG, None, "tiny")
+def test_a_profile_fits_its_model_alone():
+    profile = make_worth_profile(fingerprint="ab" * 32)
+    profile.validate_for(CONFIG, None, "tiny")
     with pytest.raises(ValueError, match="has 2 layers of 2 heads and width 32, but model 'big' has 2 of 2 and 64"):
-        fitted[0].validate_for(dataclasses.replace(CONFIG, hidden_size=64), None, "big")
+        profile.validate_for(dataclasses.replace(CONFIG, hidden_size=64), None, "big")
     with pytest.raises(ValueError, match="made with other weights than those of model 'other'"):
-        fitted[0].validate_for(CONFIG, "00" * 32, "other")
+        profile.validate_for(CONFIG, "00" * 32, "other")
 
 
 @pytest.mark.parametrize(
