@@ -101,7 +101,7 @@ def row_log_sum_exp(
     tiles = tiles or default_tiles(block_size, length)
     padded_q, padded_k = round_up(length, tiles.queries), round_up(length, tiles.keys)
     queries, keys = heads_first(q, kv_heads, padded_q), heads_first(k, kv_heads, padded_k)
-    keys = KeyValues(keys, jnp.zeros((len(keys), 1), keys.dtype))  # only the softmax counts
+    unweighted = KeyValues(keys, jnp.zeros((len(keys), 1), keys.dtype))  # only the softmax counts
     num_tiles, size = padded_q // tiles.queries, tiles.queries * group
 
     def one_tile(index: Array) -> Array:
@@ -111,7 +111,7 @@ def row_log_sum_exp(
         end = jnp.minimum((number + 1) * tiles.queries, lengths[region // kv_heads])
         end = jnp.where(number * tiles.queries < end, end, 0)
         span = Span(region * padded_k, jnp.int32(0), end, jnp.zeros_like(position), position + 1)
-        return attend_span(rows, keys, span, OnlineSoftmax.empty(size, 1), tiles.keys).log_sum_exp()
+        return attend_span(rows, unweighted, span, OnlineSoftmax.empty(size, 1), tiles.keys).log_sum_exp()
 
     norms = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)
     norms = norms.reshape(batch, kv_heads, padded_q, group)[:, :, :length]

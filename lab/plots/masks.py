@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -35,7 +36,7 @@ def masks_of(lm: LM, ids: Sequence[int]) -> list[Bool[Array, "1 Hkv L"]]:
     scores = repeat(lm, policy.repetition, tokens, lengths, Calls())[1]
     heads = [Heads.all(lm.config.num_kv_heads)] * lm.config.num_layers
     selections = policy.select_repeated(heads, jnp.stack(scores), lengths)
-    return [_mask(policy, selection, lengths) for selection in selections]
+    return list(jax.vmap(lambda selection: _mask(policy, selection, lengths))(selections))
 
 
 def _mask(policy: CachePolicy, selection: Selection, lengths: Int[Array, " B"]) -> Bool[Array, "B Hkv L"]:

@@ -65,8 +65,8 @@ class KVzipCache(PromptCompression):
 
     def select_repeated(
         self, heads: Sequence[Heads], scores: Float32[Array, "layers B Hkv L"], lengths: Int[Array, " B"]
-    ) -> list[Selection]:
-        """As `select`, of all layers at once, by scores of `repetition.repeat`."""
+    ) -> Selection:
+        """As `select`, of all layers at once, whose number is the first axis, by scores of `repetition.repeat`."""
         layers, batch, kv_heads, length = scores.shape
         together = layers if self.level == "pair" else 1
         mean, ranked = self.mean_of_heads(0, lengths, length), self.ranked(lengths, length)  # of all layers
@@ -82,8 +82,10 @@ class KVzipCache(PromptCompression):
             return jnp.moveaxis(found.reshape(batch, together, kv_heads), 1, 0)
 
         of_layers = [of_layer for first in range(0, layers, together) for of_layer in counts(first)]
-        found = jax.lax.map(lambda each: self.selection(each[0], each[1], lengths), (scores, jnp.stack(of_layers)))
-        return [jax.tree.map(lambda x, layer=layer: x[layer], found) for layer in range(layers)]
+        found: Selection = jax.lax.map(
+            lambda each: self.selection(each[0], each[1], lengths), (scores, jnp.stack(of_layers))
+        )
+        return found
 
 
 def kvzip(

@@ -22,11 +22,10 @@ from tca_jax.engine.pages import Rows
 from tca_jax.engine.read import Calls, ReadRows, empty_rows, fork, read
 from tca_jax.lab.rivals.compression import over_heads
 from tca_jax.methods.full import FullCache
-from tca_jax.methods.regions import Selection
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.numerics import scaled_scores
+from tca_jax.pallas_kernels.numerics import scaled_scores, varying_like
 from tca_jax.programs import Program
 
 CARRIED = 8  # last tokens of the chunk before, which tell the model where a chunk begins
@@ -60,12 +59,8 @@ def read_and_repeat(
     """`engine.read.read` of a model under KVzip; the arguments are the same."""
     policy: Any = lm.method.cache  # a KVzipCache
     held, scores = repeat(lm, policy.repetition, tokens, lengths, calls, backend=backend)
-    selections, rows = calls(_select_program, lm, scores, lengths, layout=layout, more_pages=more_pages)
-    bare, options = lm.without_weights, {"layout": layout, "backend": backend}
-    for layer, selection in enumerate(selections):
-        given = rows, held.rows, selection, lengths, most, jnp.int32(layer)
-        rows = calls(_keep_program, bare, *given, **options)
-    return held._replace(rows=rows)
+    given, options = (scores, held.rows, lengths, most), {"layout": layout, "more_pages": more_pages}
+    return held._replace(rows=calls(_keep_program, lm, *given, **options, backend=backend))
 
 
 def repeat(
@@ -152,39 +147,33 @@ def _score(
         return scores.at[..., start + jnp.arange(chunk)].max(found, mode="drop")
 
 
-def _select(
+def _keep(
     lm: LM,
     scores: list[Float32[Array, "B Hkv L"]],
+    held: Rows,
     lengths: Int[Array, " B"],
+    most: Int[Array, " B"],
     *,
     layout: CacheLayout,
     more_pages: int,
-) -> tuple[list[Selection], Rows]:
-    """The tokens that stay in each layer, and rows for them."""
+    backend: Backend,
+) -> Rows:
+    """Rows with the tokens that stay."""
     policy: Any = lm.method.cache  # a KVzipCache
     heads = [lm.heads(layer) for layer in range(len(scores))]
     selections = policy.select_repeated(heads, jnp.stack(scores), lengths)
-    return selections, empty_rows(lm, layout.batch, layout.widths, layout.num_pages + more_pages, lm.cache_dtype)
-
-
-def _keep(
-    lm: LM,
-    rows: Rows,
-    held: Rows,
-    selection: Selection,
-    lengths: Int[Array, " B"],
-    most: Int[Array, " B"],
-    layer: Int[Array, ""],
-    *,
-    layout: CacheLayout,
-    backend: Backend,
-) -> Rows:
-    """Rows with the tokens of a layer that stay."""
     positions = jnp.broadcast_to(jnp.arange(layout.prompt_tokens), (len(lengths), layout.prompt_tokens))
-    k, v = (_at(pool, held, layer, positions) for pool in (held.k, held.v))
-    with jax.named_scope("select"):
-        selected = layout.regions(None).fill(selection, k, v, block_size=layout.block_size, backend=backend)
-    return rows.with_prompts(layer, jnp.arange(len(lengths)), selected.pool, k, v, lengths, most)
+
+    def of_layer(layer: Int[Array, ""], rows: Rows) -> Rows:
+        k, v = (_at(pool, held, layer, positions) for pool in (held.k, held.v))
+        selection = jax.tree.map(lambda x: x[layer], selections)
+        with jax.named_scope("select"):
+            selected = layout.regions(None).fill(selection, k, v, block_size=layout.block_size, backend=backend)
+        return rows.with_prompts(layer, jnp.arange(len(lengths)), selected.pool, k, v, lengths, most)
+
+    rows = empty_rows(lm, layout.batch, layout.widths, layout.num_pages + more_pages, lm.cache_dtype)
+    rows = varying_like(rows, held, scores, lengths, most)
+    return jax.lax.fori_loop(0, len(scores), of_layer, rows)
 
 
 def _at(pool: Any, held: Rows, layer: Int[Array, ""], positions: Int[Array, "B n"]) -> Float[Array, "B n Hkv d"]:
@@ -197,5 +186,4 @@ def _at(pool: Any, held: Rows, layer: Int[Array, ""], positions: Int[Array, "B n
 
 _QUERIES = PartitionSpec(DATA, None, MODEL)
 _score_program = Program(OverMesh(_score, (_BY_HEAD, _QUERIES, CACHES, ROWS, SAME, SAME), _BY_HEAD))
-_select_program = Program(OverMesh(_select, (_BY_HEAD, ROWS), (_BY_HEAD, CACHES)))
-_keep_program = Program(OverMesh(_keep, (CACHES, CACHES, _BY_HEAD, ROWS, ROWS, SAME), CACHES), donate=(1,))
+_keep_program = Program(OverMesh(_keep, (_BY_HEAD, CACHES, ROWS, ROWS), CACHES))

@@ -1,4 +1,7 @@
-"""Pairs of a query and a key that methods say are attended to, against those that attention weighs; and statistics."""
+"""Pairs of a query and a key that methods say are attended to, against those that attention weighs; and statistics.
+
+Those of block-sparse methods are in lab/rivals/test_block_sparse.py.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +18,6 @@ from tca_jax.methods.regions import causal_pairs, selected_pairs, sum_of_counts
 LENGTHS, DIM, KV_HEADS = (210, 61), 32, 2
 GEOMETRY = {"block_size": 8, "window": 16}
 DENSE = TCA.num_candidates
-KINDS = [["vertical_slash", 35, 60], ["a_shape", 5, 40], ["block_sparse", 8, 1], ["vertical_slash", 37, 70]]
-BLOCKS = {"block_size": 16, "dense_tokens": 48}
 #: Name, options, and whether all pairs are attended to.
 CASES = {
     "full": ("full", {}, True),
@@ -27,9 +28,6 @@ CASES = {
     "random": ("random", {"share": 0.4, **GEOMETRY}, False),
     "duoattention": ("duoattention", {"gates": [[0.9, 0.1]], "sinks": 3, **GEOMETRY}, False),
     "snapkv": ("snapkv", {"share": 0.3, "observation": 4, **GEOMETRY}, True),
-    "minference": ("minference", {"patterns": [KINDS * 2], "blocks": 2, **BLOCKS}, False),
-    "flexprefill": ("flexprefill", {"gamma": 0.3, "tau": 0.4, "min_budget": 16, "block_size": 16}, False),
-    "xattention": ("xattention", {"threshold": 0.5, "stride": 4, **BLOCKS}, False),
 }
 
 

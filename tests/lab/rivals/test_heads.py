@@ -96,7 +96,7 @@ def test_selections_are_the_highest_sharing_a_budget(level):
     for share in (0.3, 0.71, 1.0):
         policy = methods.get("kvzip", share=share, level=level, **GEOMETRY).cache
         selections = jax.jit(functools.partial(policy.select_repeated, heads))(scores, np.array(lengths))
-        marks = np.stack([selection_mask(*each[:2], block_size=B) for each in selections])
+        marks = np.asarray(jax.vmap(functools.partial(selection_mask, block_size=B))(*selections))
         for row, length in enumerate(lengths):
             ranked = ranked_tokens(length)
             expected = compressing.kvzip_kept(np.asarray(scores)[:, row, :, :ranked], share, level)
