@@ -6,8 +6,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import CodeType
 
 _LONGEST_WRITE = 10.0  # seconds; a disk that takes longer has gone
 _spares_one = threading.Event()  # the next Ctrl-C is noted, and ends nothing
@@ -63,13 +64,8 @@ def _leave_when_told(told: int) -> None:
 
 def _compilation_cache_is_written() -> bool:
     """Whether a thread is writing a compiled program: JAX does so in place, and half of one would stay for ever."""
-    for frame in sys._current_frames().values():
-        caller: FrameType | None = frame
-        while caller is not None:
-            if writes_compilation_cache(caller.f_code):
-                return True
-            caller = caller.f_back
-    return False
+    stacks = (traceback.walk_stack(frame) for frame in sys._current_frames().values())
+    return any(writes_compilation_cache(frame.f_code) for stack in stacks for frame, _ in stack)
 
 
 def writes_compilation_cache(code: CodeType) -> bool:

@@ -84,27 +84,22 @@ def run() -> None:
     """Runs the command that the arguments of the process name, and exits."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal's encoding lacks
-    show_own_warnings()
-    app()
-
-
-def show_own_warnings() -> None:
-    """Warnings of this package are one line each; those that libraries make among themselves are not shown."""
+    # Warnings of this package are one line each; those that libraries make among themselves are not shown.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     if not sys.warnoptions:  # `-W` and PYTHONWARNINGS say what else to show
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", category=UserWarning, module=r"tca_jax(\.|$)")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # PyTorch, which nothing here needs
+    app()
 
 
-def _print_version(wanted: bool) -> bool:
+def _print_version(wanted: bool) -> None:
     if wanted:
         import tca_jax
 
         print(f"tca-jax {tca_jax.__version__}")
         raise typer.Exit
-    return wanted
 
 
 @app.callback()

@@ -14,15 +14,7 @@ import typer
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import print_json, read_text
 from tca_jax.cli.models import SYSTEM_BEHIND_CONTEXT, opened, read_context
-from tca_jax.cli.options import (
-    ContextOption,
-    JsonOption,
-    ModelArgument,
-    ModelOptions,
-    SystemOption,
-    option_of,
-    with_options,
-)
+from tca_jax.cli.options import ContextOption, JsonOption, ModelArgument, ModelOptions, SystemOption, with_options
 from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.errors import require
 from tca_jax.progress import progress
@@ -50,7 +42,7 @@ def generate(
     context: ContextOption = None,
     running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
     config: GenerationConfig = GenerationConfig(),  # noqa: B008
-    num_samples: Annotated[int, option_of("num_samples")] = 1,
+    num_samples: Annotated[int, typer.Option(help="Answers to each prompt, which is read once.")] = 1,
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Log-probability of every new token; needs --json.")
     ] = False,
@@ -183,18 +175,17 @@ def _record(out: Output, num_prompts: int, tokenizer: Any) -> dict[str, Any]:
     from tca_jax.engine.prompts import token_text
 
     samples = len(out.tokens) // num_prompts
-    answers = []
-    for i, (text, tokens, reason) in enumerate(zip(out.text, out.tokens, out.finish_reasons, strict=True)):
-        answer = {"prompt": i // samples, "sample": i % samples, "text": text, "tokens": tokens}
-        answer["finish_reason"] = reason
-        if out.logprobs is not None:
-            answer["logprobs"] = out.logprobs[i]
-        if out.top_logprobs is not None:
-            answer["top_logprobs"] = [
-                [{"id": token, "text": token_text(tokenizer, token), "logprob": logprob} for token, logprob in place]
-                for place in out.top_logprobs[i]
-            ]
-        answers.append(answer)
+    columns: dict[str, Any] = {"text": out.text, "tokens": out.tokens, "finish_reason": out.finish_reasons}
+    if out.logprobs is not None:
+        columns["logprobs"] = out.logprobs
+    if out.top_logprobs is not None:
+
+        def named(token: int, logprob: float) -> dict[str, Any]:
+            return {"id": token, "text": token_text(tokenizer, token), "logprob": logprob}
+
+        columns["top_logprobs"] = [[[named(*x) for x in place] for place in answer] for answer in out.top_logprobs]
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    answers = [{"prompt": i // samples, "sample": i % samples, **row} for i, row in enumerate(rows)]
     return {"answers": answers, "stats": dataclasses.asdict(out.stats)}
 
 

@@ -14,8 +14,6 @@ from tca_jax.errors import UserError, explaining, require
 from tca_jax.progress import progress
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from tca_jax.calibration.profile import Profile
     from tca_jax.calibration.worth_profile import WorthProfile
     from tca_jax.engine.contexts import Context
@@ -40,6 +38,7 @@ def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple
     from tca_jax.engine.mesh import parse_mesh
     from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint, require_kept
     from tca_jax.methods.written import parse_parts
+    from tca_jax.models.sharding import DATA, axis_size
     from tca_jax.pallas_kernels.backends import check_backend
 
     with naming_options("dtype", "weights", "kv", "backend", "kept"):
@@ -49,7 +48,9 @@ def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple
         require_kept(options.profile, options.kept)
     parts = None if options.method is None else parse_parts(options.method, "--method")
     mesh = None if options.mesh is None else parse_mesh(options.mesh, "--mesh")
-    _require_shared(mesh, rows)
+    devices = axis_size(mesh, DATA)
+    divide = f"{devices} must divide the number of prompts, which is {rows}"
+    require(rows % devices == 0, f"--mesh {options.mesh}: {divide}")
     with progress() as report:
         report(f"loading {name}", None, None)
         checkpoint = open_checkpoint(name)
@@ -78,16 +79,6 @@ def read_context(folder: Path) -> Context:
     with progress() as report:
         report(f"loading {folder}", None, None)
         return Context.load(folder)
-
-
-def _require_shared(mesh: Mesh | None, rows: int) -> None:
-    """Raises ValueError unless the devices on "data" have as many prompts each."""
-    from tca_jax.engine.mesh import mesh_name
-    from tca_jax.models.sharding import DATA, axis_size
-
-    devices = axis_size(mesh, DATA)
-    divide = f"{devices} must divide the number of prompts, which is {rows}"
-    require(rows % devices == 0, f"--mesh {mesh_name(mesh)}: {divide}")
 
 
 def _method(parts: Parts, profile: Profile | WorthProfile | None, where: str, checkpoint: Checkpoint) -> Any:

@@ -100,17 +100,6 @@ class ModelOptions:
     backend: BackendOption = "auto"
 
 
-def option_of(field: str) -> Any:
-    """The option of a field of `GenerationConfig`, for a command that has it beside the common ones."""
-    return typer.Option(help=option_help().get(field))
-
-
-def _answer_hints() -> dict[str, Any]:
-    """Types of the fields of `GenerationConfig` that every command with answers has as options."""
-    hints = get_type_hints(GenerationConfig) | {"stop": list[str]}
-    return {name: Annotated[hints[name], option_of(name)] for name in hints if name not in _NOT_COMMON}
-
-
 def with_options(command: Callable[..., _T]) -> Callable[..., _T]:
     """The command with the fields of the dataclasses that it takes, such as `GenerationConfig`, as options of its own.
 
@@ -140,7 +129,11 @@ def with_options(command: Callable[..., _T]) -> Callable[..., _T]:
 def _fields_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     """Parameters in place of one that is annotated with a dataclass: its fields."""
     kind = parameter.annotation
-    hints = _answer_hints() if kind is GenerationConfig else get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind, include_extras=True)
+    if kind is GenerationConfig:  # what every command with answers has
+        given, words = hints | {"stop": list[str]}, option_help()
+        common = [name for name in given if name not in _NOT_COMMON]
+        hints = {name: Annotated[given[name], typer.Option(help=words.get(name))] for name in common}
     return [
         parameter.replace(name=field.name, annotation=hints[field.name], default=field.default)
         for field in dataclasses.fields(kind)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import typer
 from rich import box
 from rich.console import Console
@@ -63,70 +62,88 @@ def print_profile(profile: Profile | WorthProfile, folder: Path, tokens: int | N
     """
     from tca_jax.calibration.worth_profile import WorthProfile
 
-    if isinstance(profile, WorthProfile):
-        require(tokens is None, "--tokens goes with budgets of the paper's rule, not with predicted worth")
-        _print_worth(profile, folder, as_json)
-        return
     lengths = [source["tokens"] for source in profile.sources]
+    goes = "--tokens goes with budgets of the paper's rule, not with predicted worth"
+    require(tokens is None or not isinstance(profile, WorthProfile), goes)
     tokens = tokens or max(lengths, default=131072)
-    kept = profile.kept_share(tokens)
     if as_json:
-        print_json(_record(profile, folder, tokens, kept))
+        own = _worth_record(profile) if isinstance(profile, WorthProfile) else _budgets_record(profile, tokens)
+        common = {"model": profile.model_name, "library_version": profile.library_version}
+        print_json({"directory": str(folder), **common, **own, "sources": [dict(source) for source in profile.sources]})
         return
+    if isinstance(profile, WorthProfile):
+        _print_worth(profile)
+    else:
+        _print_budgets(profile, tokens)
+    print(f"Calibrated on {_of_texts(lengths)}" if lengths else "Not calibrated on any text")
+    print(f"Profile: {folder}")
+
+
+def _budgets_record(profile: Profile, tokens: int) -> dict[str, Any]:
+    kept = profile.kept_share(tokens)
+    return {
+        "rule": "paper",
+        "config": dataclasses.asdict(profile.config),
+        "tokens": tokens,
+        "candidates": profile.candidates.tolist(),
+        "dense_candidate": profile.config.num_candidates,
+        "kept_share": kept.tolist(),
+        "mean_kept_share": float(kept.mean()),
+    }
+
+
+def _print_budgets(profile: Profile, tokens: int) -> None:
+    """Shares and candidates: layers down, up to 8 KV heads across, and the mean of a layer."""
     print(f"{profile.model_name}: share of tokens / candidate of each KV head at {tokens:,} tokens")
     print(f"Candidates: 0 is the sparsest, {profile.config.num_candidates} is dense and keeps every token")
-    _print_tables(profile.candidates.astype(str), kept)
-    print(f"Mean kept share: {kept.mean():.1%}")
-    print(f"Calibrated on {of_texts(lengths)}" if lengths else "Not calibrated on any text")
+    shares = profile.kept_share(tokens)
+    for first in range(0, shares.shape[1], _TABLE_HEADS):
+        heads = range(first, min(first + _TABLE_HEADS, shares.shape[1]))
+        table = Table(box=box.SIMPLE_HEAD, padding=0)
+        for name in ("layer", *(f"head {head}" for head in heads), "mean"):
+            table.add_column(name, justify="right", style="bold" if name == "mean" else None)
+        for layer, row in enumerate(shares):
+            cells = [f"{row[head]:.0%}/{profile.candidates[layer, head]}" for head in heads]
+            table.add_row(str(layer), *cells, f"{row.mean():.0%}")
+        Console().print(table)
+    print(f"Mean kept share: {shares.mean():.1%}")
     print(f"Settings: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(profile.config).items())}")
-    print(f"Profile: {folder}")
 
 
-def _print_worth(profile: WorthProfile, folder: Path, as_json: bool) -> None:
-    """Prints measurements and the settings chosen by them."""
-    tables: dict[str, Any] = {"kept_table": profile.kept_table, "reading_table": profile.reading_table}
-    reasons = {"kept": _why_kept(profile), "selected": _why_selected(profile)}
-    if as_json:
-        names = {"model": "model_name", **{name: name for name in ("library_version", "kept", "selected", "sources")}}
-        record = {"directory": str(folder), "rule": "worth"}
-        record |= {name: getattr(profile, field) for name, field in names.items()}
-        print_json(record | {"reasons": reasons} | {name: _numbers(table) for name, table in tables.items()})
-        return
+def _worth_record(profile: WorthProfile) -> dict[str, Any]:
+    record = {"rule": "worth", "kept": profile.kept, "selected": profile.selected, "reasons": _reasons(profile)}
+    for name in ("kept_table", "reading_table"):  # JSON has no NaN: None where nothing was measured
+        rows = getattr(profile, name)
+        record[name] = [{key: None if math.isnan(x) else x for key, x in row.items()} for row in rows]
+    return record
+
+
+def _print_worth(profile: WorthProfile) -> None:
     layers, heads = profile.maps.maps.shape[:2]
     print(f"{profile.model_name}: predicted worth, {layers} layers of {heads} KV heads")
-    titles = {
-        "kept_table": "Behind texts, of what full attention knows, and loss over full attention's",
-        "reading_table": "Inside texts, loss over full attention's: plain in percent, copies and facts in nats",
-    }
-    for name, title in titles.items():
-        if tables[name]:
-            print(f"{title}:")
-            print_table(tables[name], profile.kept if name == "kept_table" else profile.selected)
-    for name, reason in reasons.items():
+    if profile.kept_table:
+        print("Behind texts, of what full attention knows, and loss over full attention's:")
+        print_table(profile.kept_table, profile.kept)
+    if profile.reading_table:
+        print("Inside texts, loss over full attention's: plain in percent, copies and facts in nats:")
+        print_table(profile.reading_table, profile.selected)
+    for name, reason in _reasons(profile).items():
         print(f"{name} = {getattr(profile, name):g}: {reason}")
-    lengths = [source["tokens"] for source in profile.sources]
-    if lengths:
-        print(f"Calibrated on {of_texts(lengths)}")
-    print(f"Profile: {folder}")
 
 
-def _why_kept(profile: WorthProfile) -> str:
-    from tca_jax.calibration.worth_profile import LEAST_KNOWN, MOST_FOLLOWING, chosen_kept, holds
+def _reasons(profile: WorthProfile) -> dict[str, str]:
+    """Why the profile has its two shares."""
+    from tca_jax.calibration import worth_profile as of
 
-    if not profile.kept_table or profile.kept != chosen_kept(profile.kept_table):
-        return "as it was asked for"
-    rule = f"hold {LEAST_KNOWN:.0%} of the facts, and the following text's loss within {MOST_FOLLOWING:.0%}"
-    if holds(profile.kept_table[-1]):
-        return f"the smallest measured share from which on all {rule}"
-    return f"the largest measured share, which does not {rule}"
-
-
-def _why_selected(profile: WorthProfile) -> str:
-    from tca_jax.calibration.worth_profile import MOST_NATS, chosen_selected
-
-    if not profile.reading_table or profile.selected != chosen_selected(profile.reading_table):
-        return "as it was asked for"
-    return f"copies and facts inside a text within {MOST_NATS} nats of full attention, or the largest measured share"
+    rule = f"hold {of.LEAST_KNOWN:.0%} of the facts, and the following text's loss within {of.MOST_FOLLOWING:.0%}"
+    holds = bool(profile.kept_table) and of.holds(profile.kept_table[-1])
+    smallest = f"the smallest measured share from which on all {rule}"
+    kept = smallest if holds else f"the largest measured share, which does not {rule}"
+    near = f"copies and facts inside a text within {of.MOST_NATS} nats of full attention, or the largest measured share"
+    is_kept = profile.kept_table and profile.kept == of.chosen_kept(profile.kept_table)
+    is_selected = profile.reading_table and profile.selected == of.chosen_selected(profile.reading_table)
+    other = "as it was asked for"
+    return {"kept": kept if is_kept else other, "selected": near if is_selected else other}
 
 
 def print_table(rows: Sequence[Mapping[str, float]], chosen: float) -> None:
@@ -148,45 +165,8 @@ def _cell(name: str, value: float) -> str:
     return f"{value:+.1%}" if name in ("following", "plain") else f"{value:.1%}"
 
 
-def _numbers(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float | None]]:
-    """Rows with None where nothing was measured: JSON has no NaN."""
-    return [{name: None if math.isnan(value) else value for name, value in row.items()} for row in rows]
-
-
-def of_texts(lengths: list[int]) -> str:
+def _of_texts(lengths: list[int]) -> str:
     """Number and lengths of texts."""
     least, most = min(lengths), max(lengths)
     tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
     return f"{len(lengths)} text{'s'[: len(lengths) > 1]} of {tokens} tokens"
-
-
-def _record(profile: Profile, folder: Path, tokens: int, kept: np.ndarray) -> dict[str, Any]:
-    """The budgets as JSON values."""
-    return {
-        "directory": str(folder),
-        "rule": "paper",
-        "model": profile.model_name,
-        "library_version": profile.library_version,
-        "config": dataclasses.asdict(profile.config),
-        "tokens": tokens,
-        "candidates": profile.candidates.tolist(),
-        "dense_candidate": profile.config.num_candidates,
-        "kept_share": kept.tolist(),
-        "mean_kept_share": float(kept.mean()),
-        "sources": [dict(source) for source in profile.sources],
-    }
-
-
-def _print_tables(candidates: np.ndarray, shares: np.ndarray) -> None:
-    """Prints shares and candidates or readings: layers down, up to 8 KV heads across, and the mean of a layer."""
-    console = Console()
-    for first in range(0, shares.shape[1], _TABLE_HEADS):
-        heads = range(first, min(first + _TABLE_HEADS, shares.shape[1]))
-        table = Table(box=box.SIMPLE_HEAD, padding=0)
-        for name in ("layer", *(f"head {head}" for head in heads)):
-            table.add_column(name, justify="right")
-        table.add_column("mean", justify="right", style="bold")
-        for layer, row in enumerate(shares):
-            cells = [f"{row[head]:.0%}/{candidates[layer, head]}" for head in heads]
-            table.add_row(str(layer), *cells, f"{row.mean():.0%}")
-        console.print(table)

@@ -76,16 +76,10 @@ class ServingOptions:
 
         with opened(model, running) as (_, load):
             lm = load()
-        return Engine(
-            lm,
-            max_rows=self.max_rows,
-            pages=self.pages,
-            answer_tokens=self.answer_tokens,
-            host_memory=None if self.host_memory is None else int(self.host_memory * _GB),
-            disk=self.disk,
-            disk_bytes=None if self.disk_gb is None else max(1, int(self.disk_gb * _GB)),
-            backend=running.backend,
-        )
+        same = {name: getattr(self, name) for name in ("max_rows", "pages", "answer_tokens", "disk")}
+        memory = None if self.host_memory is None else int(self.host_memory * _GB)
+        disk = None if self.disk_gb is None else max(1, int(self.disk_gb * _GB))
+        return Engine(lm, host_memory=memory, disk_bytes=disk, backend=running.backend, **same)
 
     def settings(self, model: str) -> Settings:
         """Settings of a server for a model."""

@@ -8,7 +8,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
@@ -116,15 +116,15 @@ class Metrics:
     """Prometheus metrics of one server; `open` are its answers that wait or are written."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.open, self._registry = engine, set[Answers](), CollectorRegistry()
-        made: dict[str, Any] = {"registry": self._registry, "namespace": "tca_jax"}
+        self._engine, self.open, self.registry = engine, set[Answers](), CollectorRegistry()
+        made: dict[str, Any] = {"registry": self.registry, "namespace": "tca_jax"}
         self.requests = Counter("requests", "Requests by path and HTTP status.", ["path", "status"], **made)
         self._answers = Counter("answers", "Answers by how they ended.", ["finish_reason"], **made)
         self._tokens = Counter("tokens", "Tokens of prompts, of their documents, of answers.", ["kind"], **made)
         first, each = "From a request to its first token.", "Of each token after the first."
         self._first = Histogram("time_to_first_token_seconds", first, buckets=_FIRST_BUCKETS, **made)
         self._each = Histogram("time_per_token_seconds", each, buckets=_TOKEN_BUCKETS, **made)
-        self._registry.register(self)
+        self.registry.register(self)
 
     def count(self, completion: Completion | None) -> None:
         """Counts an answer that has ended; None where it was cancelled, or failed."""
@@ -138,10 +138,6 @@ class Metrics:
         self._first.observe(completion.seconds_to_first_token)
         if new > 1:
             self._each.observe((completion.seconds - completion.seconds_to_first_token) / (new - 1))
-
-    def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Those of the engine, as they are now."""

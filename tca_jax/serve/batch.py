@@ -55,7 +55,6 @@ class Request:
 
     @property
     def max_new_tokens(self) -> int:
-        """Most tokens of the answer."""
         return self.stream.config.max_new_tokens
 
     @property
@@ -146,7 +145,6 @@ class Batch:
             request.reserved, request.slot, request.scheduled = 0, None, 0
 
     def row_of(self, request: Request) -> Rows:
-        """The table of a request's row."""
         return pages.row.run(self._bare_lm, bare(self._table), np.int32(request.slot or 0))
 
     def _put(self, request: Request, row: Rows) -> None:

@@ -12,6 +12,7 @@ import math
 import shutil
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -130,7 +131,6 @@ class Documents:
         return self.unread
 
     def add(self, document: Document) -> None:
-        """Adds a document to be read."""
         self.by_id[document.id] = document
         self.unread.append(document)
 
@@ -155,7 +155,7 @@ class Documents:
         """Drops an unused document, also on disk. OSError if it cannot be removed there; it stays then."""
         if self._folder is not None:
             document.storing = False  # it gets no entry from now on
-            self._entry(document).unlink(missing_ok=True)
+            (self._folder / document.id / _ENTRY).unlink(missing_ok=True)
             document.stored = False
             self._free_disk(document)
         self.drop(document)
@@ -200,28 +200,14 @@ class Documents:
                     except Exception as error:
                         _log.warning("document %s does not go to host memory: %s", document.id, error)
                 if document.chunks is not None or document.stored:
-                    self._gone(document)
+                    self.leave_device(document)
         return self.pool.allocator.free >= pages
-
-    def may_leave(self, user: Any) -> bool:
-        """Whether a document may leave the device later: it has other users than this one, or is being stored."""
-        here = [each for each in self.all() if each.here]
-        return any(each.state == "moving" or each.storing or each.users - {user} for each in here)
-
-    def renew(self) -> None:
-        """Replaces the pool that a failed program has consumed; documents without another copy are read again."""
-        for document in self.all():
-            if document.here:
-                self._gone(document)
-        self.pool.renew()
 
     def enter(self, document: Document, row: Rows, attended_share: float | None) -> bool:
         """Enters a document of a row of the pool; not without pages in exchange for those that answers gave."""
         table, numbers = self.pool.numbered(row, self.pool.total)
-        own, others = self.pool.split(numbers)
-        if not self.make_room(max(map(len, own))):
+        if not self.pool.keep(numbers, self.make_room):
             return False
-        self.pool.keep(own, others)
         self._entered(document, table, numbers, attended_share)
         document.here = True  # last: who sees that waits for `storing`
         return True
@@ -250,7 +236,7 @@ class Documents:
         if self._folder is not None and document.named and not document.stored:
             document.storing, document.unstored = True, None
 
-    def _gone(self, document: Document) -> None:
+    def leave_device(self, document: Document) -> None:
         """Frees the pages of a document on the device; without another copy it is read again."""
         self._release(document)
         if document.state == "waiting":
@@ -289,7 +275,7 @@ class Documents:
             document.arriving = jax.tree.map(_to_device, document.chunks)
         except Exception:
             document.chunks = None  # it may be what is wrong
-            self._gone(document)
+            self.leave_device(document)
             raise
         self._moving.append(document)
         self._free_host(0)
@@ -301,16 +287,27 @@ class Documents:
         """
         failures: list[tuple[Document, Exception]] = []
         for document in [each for each, loading in self._loading.items() if loading.done()]:
+            loading = self._loading.pop(document)
+            if document.state != "disk":  # it was forgotten
+                continue
             try:
-                self._loaded(document, self._loading.pop(document))
+                context = loading.result()
+                context.require_made_by(self._lm)
+                require(context.token_ids() == document.tokens, "it holds other tokens")
+                self.enter_context(document, context.rows, float(np.asarray(context.attended_share)[0]))
+                self._free_host(0, but=document)
             except MemoryError as error:
                 failures.append((document, error))
+            except Exception as error:
+                _log.warning("ignoring damaged document %s: %s", document.id, error)
+                document.stored = False
+                self.fail(document, UserError(f"document {document.id!r} is damaged on disk; upload it again"))
         for document in self._moving:
             try:
                 self._place(document)
             except Exception as error:
                 document.chunks = None
-                self._gone(document)
+                self.leave_device(document)
                 failures.append((document, error))
         self._moving = [each for each in self._moving if each.arriving is not None]
         return failures
@@ -345,9 +342,6 @@ class Documents:
                 _log.warning("ignoring damaged document %s: %s", folder, error)
         return sorted(found, key=lambda document: document.created)
 
-    def _entry(self, document: Document) -> Path:
-        return self._folder / document.id / _ENTRY
-
     def _free_disk(self, document: Document) -> None:
         """Has another thread free the bytes of a document, after what is being written."""
         self._writer.submit(shutil.rmtree, self._folder / document.id, ignore_errors=True)
@@ -357,51 +351,35 @@ class Documents:
         if document not in self._loading:
             self._loading[document] = self._reader.submit(Context.load, self._folder / document.id / _CONTEXT)
 
-    def _loaded(self, document: Document, loading: Future[Context]) -> None:
-        if document.state != "disk":  # it was forgotten
-            return
-        try:
-            context = loading.result()
-            context.require_made_by(self._lm)
-            require(context.token_ids() == document.tokens, "it holds other tokens")
-            self.enter_context(document, context.rows, float(np.asarray(context.attended_share)[0]))
-            self._free_host(0, but=document)
-        except MemoryError:
-            raise
-        except Exception as error:
-            _log.warning("ignoring damaged document %s: %s", document.id, error)
-            document.stored = False
-            self.fail(document, UserError(f"document {document.id!r} is damaged on disk; upload it again"))
-
     def store(self) -> bool:
         """Starts to store the next document, one at a time: each needs a host copy. Whether any is stored or moves."""
         if self._writing is not None and self._writing[1].done():
-            document, written = self._writing
-            self._writing = None
-            self._stored(document, written.exception())
+            (document, written), self._writing = self._writing, None
+            with self._storing(document):
+                written.result()
+                if document.storing:
+                    with replacing(self._folder / document.id / _ENTRY) as file:
+                        fields = {name: getattr(document, name) for name in ("tokens", "parts", "created")}
+                        file.write_text(json.dumps(fields))
+                    document.stored, document.storing = True, False
+                else:  # it was forgotten
+                    self._free_disk(document)
         for document in [each for each in self.all() if each.storing and each.state != "waiting"]:
             if self._writing is None:
-                try:
+                with self._storing(document):
                     chunks = document.chunks or self._copies(document)
                     self._writing = document, self._writer.submit(self._write, document, chunks)
-                except Exception as error:
-                    self._stored(document, error)
         return bool(self._writing or self._moving or self._loading)
 
-    def _stored(self, document: Document, error: BaseException | None) -> None:
-        if document.storing and error is None:
-            try:
-                with replacing(self._entry(document)) as file:
-                    fields = {name: getattr(document, name) for name in ("tokens", "parts", "created")}
-                    file.write_text(json.dumps(fields))
-            except OSError as full:
-                error = full
-        if error is not None or not document.storing:  # it was forgotten
+    @contextlib.contextmanager
+    def _storing(self, document: Document) -> Iterator[None]:
+        """A document whose body raises is not stored."""
+        try:
+            yield
+        except Exception as error:
+            _log.warning("document %s is not stored: %s", document.id, error)
+            document.unstored, document.storing = error, False
             self._free_disk(document)
-        if document.storing:
-            document.stored, document.unstored, document.storing = error is None, error, False
-            if error is not None:
-                _log.warning("document %s is not stored: %s", document.id, error)
 
     def _write(self, document: Document, chunks: list[Rows]) -> None:
         """Writes the context of a document, in a thread of its own. OSError where the folder is full."""

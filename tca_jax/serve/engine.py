@@ -96,18 +96,17 @@ class Engine(AbstractContextManager["Engine"]):
         for name, value, least in (("pages", pages, 1), ("host_memory", host_memory, 0), ("disk_bytes", disk_bytes, 1)):
             if value is not None:
                 check_integer(name, value, at_least=least)
-        require(
-            (devices := axis_size(lm.mesh, DATA)) == 1,
-            f"lm lies on {devices} devices along {DATA!r}: an engine serves a model on one device or on devices along "
-            "'model'; use one engine for each part of the rows",
-            Unsupported,
-        )
+        devices, most = axis_size(lm.mesh, DATA), lm.config.max_context
+        remedy = "an engine serves a model on one device or on devices along 'model'; use one engine for each part"
+        require(devices == 1, f"lm lies on {devices} devices along {DATA!r}: {remedy} of the rows", Unsupported)
+        own = lm.cache_layout(1, most, min(most, bucket_length(answer_tokens)), following=True)
+        answers = int(max_rows) * own.num_pages
         if pages is None:
-            pages = _default_pages(lm, max_rows, answer_tokens)
+            pages = _default_pages(lm, answers)
         if host_memory is None:
             host_memory = int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.lm, self.max_rows = lm, int(max_rows)
-        self._pool = PagePool(lm, int(pages), _answer_pages(lm, self.max_rows, answer_tokens))
+        self._pool = PagePool(lm, int(pages), answers)
         folder = None if disk is None else Path(disk)
         self._documents = Documents(lm, self._pool, host_memory, folder, disk_bytes)
         self._scheduler = Scheduler(lm, self._documents, self.max_rows, kernels)
@@ -356,19 +355,13 @@ class Engine(AbstractContextManager["Engine"]):
             self._calls.popleft()[1].set_exception(self._refusal())
 
 
-def _answer_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
-    most = lm.config.max_context
-    return max_rows * lm.cache_layout(1, most, min(most, bucket_length(answer_tokens)), following=True).num_pages
-
-
-def _default_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
-    """Pages of documents for which a device has memory beside the model and a batch of answers."""
+def _default_pages(lm: LM, answers: int) -> int:
+    """Pages of documents for which a device has memory beside the model and pages of answers."""
     stats = jax.local_devices()[0].memory_stats() or {}
     limit: Any = memory_bytes()
     require(limit is not None, "the device does not report its memory limit; pass pages")
     free = (limit - stats["bytes_in_use"]) * (1 - _READING_SHARE) if "bytes_in_use" in stats else limit * _CPU_SHARE
-    page, answers = lm.page_bytes, _answer_pages(lm, max_rows, answer_tokens)
-    pages = int(free // page) - answers
-    need = f"max_rows = {max_rows} with answer_tokens = {answer_tokens} need {answers * page / 1e9:,.1f} GB"
+    pages = int(free // lm.page_bytes) - answers
+    need = f"answers need {answers * lm.page_bytes / 1e9:,.1f} GB (max_rows, answer_tokens)"
     require(pages >= 1, f"{need}: the device has {free / 1e9:,.1f} GB for answers and documents")
     return min(pages, 2**31 - 1 - answers)

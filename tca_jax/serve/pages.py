@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +48,6 @@ class PagePool:
         self.renew()
 
     def renew(self) -> None:
-        """Replaces the arrays."""
         self.arrays = None  # their memory is that of the new ones
         self.arrays = empty_pool.run(self._lm, pages=self.total, dtype=self._dtype)
 
@@ -79,16 +78,17 @@ class PagePool:
         table = empty_table.run(self._lm, rows=rows, widths=widths, pages=self.total)
         return dataclasses.replace(table, free=self.free_pages(free, max(self.answers, len(free[0]))))
 
-    def split(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """The pages of answers among these, and the others."""
-        pairs = [(own, of_device[own]) for of_device, own in zip(self.of_answers, numbers, strict=True)]
-        return [own[inside] for own, inside in pairs], [own[~inside] for own, inside in pairs]
-
-    def keep(self, own: Numbers, others: Numbers) -> None:
-        """Counts a use of pages for a document; answers get free ones in exchange for their own."""
-        self.allocator.share(others)
-        for of_device, given, taken in zip(self.of_answers, own, self.allocator.take(list(map(len, own))), strict=True):
-            of_device[given], of_device[taken] = False, True
+    def keep(self, numbers: Numbers, make_room: Callable[[int], bool]) -> bool:
+        """Counts a use of pages for a document, and gives answers others for theirs; not without room for these."""
+        which = [of_device[own] for of_device, own in zip(self.of_answers, numbers, strict=True)]
+        given = [own[inside] for own, inside in zip(numbers, which, strict=True)]
+        if not make_room(max(map(len, given))):
+            return False
+        self.allocator.share([own[~inside] for own, inside in zip(numbers, which, strict=True)])
+        taken = self.allocator.take(list(map(len, given)))
+        for of_device, own, others in zip(self.of_answers, given, taken, strict=True):
+            of_device[own], of_device[others] = False, True
+        return True
 
     def on_device(self, table: Any) -> Any:
         """A table of the host, or free pages, on the devices."""
@@ -137,7 +137,6 @@ def bare(table: Rows) -> Rows:
 
 
 def row_of(table: Rows, row: int) -> Rows:
-    """A row of a table of the host."""
     lead = table.start.ndim - 1
     return jax.tree.map(lambda x: np.take(x, [row], axis=lead + min(1, x.ndim - lead - 1)), table)
 

@@ -34,7 +34,6 @@ class RequestError(UserError):
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> Json:
-        """The JSON of the error."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 

@@ -89,7 +89,6 @@ class Scheduler:
                 user.parent.users.add(user)
 
     def cancel(self, stream: Stream) -> None:
-        """Ends an answer."""
         for request in list(self._requests):
             if request.stream is stream:
                 self._leave(request, "cancelled")
@@ -159,7 +158,10 @@ class Scheduler:
         self._batch.restart()
         if not pool:
             self._end_reading()
-            self._documents.renew()
+            for document in self._documents.all():
+                if document.here:
+                    self._documents.leave_device(document)
+            self._pool.renew()
 
     # Admission
 
@@ -228,7 +230,9 @@ class Scheduler:
         most = self._pool.documents - (user.parent.num_pages if user.parent is not None and pins(user) else 0)
         require(count <= most, f"{count:,} pages are needed, and the engine holds {most:,} (pages) beside the parent's")
         full = f"{count:,} pages are needed: host memory and disk have no room for other documents; delete some"
-        require(self._reading or self._documents.may_leave(user), full)
+        here = [each for each in self._documents.all() if each.here]  # some may leave later
+        may_leave = any(each.state == "moving" or each.storing or each.users - {user} for each in here)
+        require(self._reading or may_leave, full)
         self._no_pages = True
         return False
 
@@ -268,27 +272,21 @@ class Scheduler:
     def _leave(self, request: Request, reason: FinishReason) -> None:
         """Ends a request, and frees its resources."""
         with self._failing(request):
-            keeps = request.stream.keep and reason != "cancelled" and request.scheduled
-            document = self._kept(request) if keeps else None
+            kept, documents, parent = None, self._documents, request.parent
+            if request.stream.keep and reason != "cancelled" and request.scheduled:
+                fed = request.stream.tokens[: request.streamed - 1]
+                tokens, parts = request.tokens + fed, (*parent.parts, len(request.new) + len(fed))
+                document, row = Document(documents.id_of(tokens, parts), tokens, parts), self._batch.row_of(request)
+                known = documents.usable(document.id) is not None
+                kept = document.id if known or documents.enter(document, on_host(row), parent.attended_share) else None
             self._give_back(request)
-            request.stream.end(reason, document)
+            request.stream.end(reason, kept)
 
     def _give_back(self, request: Request) -> None:
         if request in self._requests:
             self._requests.remove(request)
         request.parent.users.discard(request)
         self._batch.end(request)
-
-    def _kept(self, request: Request) -> str | None:
-        """The id of the document that a row's tokens become; None where there is no room for it."""
-        fed = request.stream.tokens[: request.streamed - 1]
-        tokens, parts = request.tokens + fed, (*request.parent.parts, len(request.new) + len(fed))
-        document, documents = Document(self._documents.id_of(tokens, parts), tokens, parts), self._documents
-        if documents.usable(document.id) is None:
-            table = on_host(self._batch.row_of(request))
-            if not documents.enter(document, table, request.parent.attended_share):
-                return None
-        return document.id
 
     # Reading: short documents together, some layers at a time, and parts that are appended piece by piece. Programs
     # compile in threads of their own, while answers go on.

@@ -16,9 +16,11 @@ import socket
 import threading
 import time
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
 import uvicorn
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -30,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt, render_chat, require_tokenizer
 from tca_jax.serve import protocol
 from tca_jax.serve.answers import Answers, Metrics
-from tca_jax.serve.constraints import Grammars, Mask
+from tca_jax.serve.constraints import Grammars
 from tca_jax.serve.engine import Engine
 from tca_jax.serve.protocol import ChatRequest, CompletionRequest, Json, RequestError, require_field
 
@@ -68,11 +70,11 @@ class Server:
         self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
         answers: dict[tuple[str, str], Endpoint] = {
             ("GET", "/health"): self._health,
-            ("GET", "/metrics"): lambda _: Response(self._metrics.text(), media_type=_METRICS_TYPE),
+            ("GET", "/metrics"): lambda _: Response(generate_latest(self._metrics.registry), media_type=_METRICS_TYPE),
             ("GET", "/v1/models"): lambda _: {"object": "list", "data": [self._model()]},
             ("GET", "/v1/models/{model:path}"): lambda request: self._model(request.path_params["model"]),
-            ("POST", "/v1/chat/completions"): self._chat,
-            ("POST", "/v1/completions"): self._complete,
+            ("POST", "/v1/chat/completions"): lambda request: self._answer(request, ChatRequest),
+            ("POST", "/v1/completions"): lambda request: self._answer(request, CompletionRequest),
             ("POST", "/v1/documents"): self._upload,
             ("GET", "/v1/documents"): lambda _: {
                 "object": "list",
@@ -164,15 +166,11 @@ class Server:
 
     # Answers
 
-    async def _chat(self, request: Request) -> Response:
-        wanted = protocol.read_request(ChatRequest, await self._body(request))
-        self._model(wanted.model)
-        mask = None
-        if (schema := wanted.response_format.schema_of_answer) is not None:
-            async with self._compiling:
-                mask = await run_in_threadpool(lambda: self._grammars.json(schema, _SCHEMA))
-        prompt = await run_in_threadpool(self._chat_prompt, wanted)
-        return await self._answer(request, wanted, [prompt], protocol.Chat, mask)
+    def _prompts(self, wanted: ChatRequest | CompletionRequest) -> list[tuple[str | None, list[int]]]:
+        """The document of each prompt, and the tokens after it."""
+        if isinstance(wanted, ChatRequest):
+            return [self._chat_prompt(wanted)]
+        return [self._continuation(each, wanted.document) for each in wanted.prompt]
 
     def _chat_prompt(self, wanted: ChatRequest) -> tuple[str | None, list[int]]:
         """The document that a chat names, or the longest one whose tokens it begins with, and the tokens after it."""
@@ -182,12 +180,9 @@ class Server:
             tokens = encode_prompt(self._lm, messages, "messages")
             found, length = self._engine.prefix_of(tokens) or (None, 0)
             return found, tokens[length:]
-        require_field(
-            messages[0]["role"] == "user",
-            "messages",
-            f"messages[0].role = {messages[0]['role']}: must be user in a chat over a document; a system message "
-            "stands before the document: give it as system when the document is uploaded",
-        )
+        role, remedy = messages[0]["role"], "a system message precedes the document: give it as system with the upload"
+        must = f"messages[0].role = {role}: must be user in a chat over a document; {remedy}"
+        require_field(role == "user", "messages", must)
         messages[0]["content"] = f"{_DOCUMENT}\n\n{messages[0]['content']}"
         _, *after = render_chat(self._lm, messages, "messages").split(_DOCUMENT)
         changes = f"messages: the chat template of {self._lm.name} changes messages: no document can be a part"
@@ -204,28 +199,22 @@ class Server:
     def _grammars(self) -> Grammars:
         return Grammars(self._lm)  # takes about a second
 
-    async def _complete(self, request: Request) -> Response:
-        wanted = protocol.read_request(CompletionRequest, await self._body(request))
+    async def _answer(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
+        wanted: ChatRequest | CompletionRequest = protocol.read_request(kind, await self._body(request))
         self._model(wanted.model)
-        encode = functools.partial(self._continuation, document=wanted.document)
-        prompts = await run_in_threadpool(lambda: list(map(encode, wanted.prompt)))
-        return await self._answer(request, wanted, prompts, protocol.Text)
-
-    async def _answer(
-        self,
-        request: Request,
-        wanted: ChatRequest | CompletionRequest,
-        prompts: Sequence[tuple[str | None, list[int]]],
-        kind: type[protocol.Chat],
-        mask: Callable[[], Mask] | None = None,
-    ) -> Response:
+        form = (protocol.Chat if kind is ChatRequest else protocol.Text)(self._settings.model, self._lm.tokenizer)
+        mask = None
+        if isinstance(wanted, ChatRequest) and (schema := wanted.response_format.schema_of_answer) is not None:
+            async with self._compiling:
+                mask = await run_in_threadpool(lambda: self._grammars.json(schema, _SCHEMA))
+        prompts = await run_in_threadpool(self._prompts, wanted)
         begun = [(*each, protocol.generation_config(wanted, self._max_tokens(wanted, *each))) for each in prompts]
         rows, held = len(prompts) * wanted.n, sum(each.rows for each in self._metrics.open)
         most = self._settings.max_rows
         require_field(rows <= most, "n", f"n = {rows} answers: at most {most} may wait or be written")
         busy = f"{held} answers wait or are written, and {rows} more are requested: at most {most} may; try again later"
         require_field(held + rows <= most, None, busy, status=429, code="rate_limit_exceeded")
-        answers, form = Answers(self._metrics, rows, wanted.n), kind(self._settings.model, self._lm.tokenizer)
+        answers = Answers(self._metrics, rows, wanted.n)
         await answers.begin(self._engine, begun, mask)
         if wanted.stream:
             return _Events(self._events(answers, form, wanted.stream_options.include_usage), answers)
@@ -307,20 +296,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return _json(problem.body(), error.status_code, error.headers)
 
 
-class _Uvicorn(uvicorn.Server):
-    """A web server that lets running answers end for some seconds, and then cancels them."""
-
-    def __init__(self, server: Server, config: uvicorn.Config, seconds: float) -> None:
-        super().__init__(config)
-        self._server, self._seconds = server, seconds
-        self.interrupted = False
-
-    def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
-        self.interrupted = self.interrupted or sig == signal.SIGINT
-        asyncio.get_running_loop().call_later(self._seconds, self._server.close)
-        super().handle_exit(sig, frame)
-
-
 def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: Callable[[], None]) -> tuple[bool, bool]:
     """Serves an engine at a bound socket until SIGINT or SIGTERM, and closes the engine; `ready` is called first.
 
@@ -338,14 +313,19 @@ def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: C
         await asyncio.to_thread(closing.join, settings.grace_seconds)
 
     server.app.router.lifespan_context = lifespan
-    config = uvicorn.Config(
-        server.app,
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        ws="none",
-        timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + _CANCELLING_SECONDS,
-    )
-    ending = _Uvicorn(server, config, settings.grace_seconds)
-    ending.run(sockets=[listening])
-    return closing.ident is not None and not closing.is_alive(), ending.interrupted
+    options: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "on", "ws": "none"}
+    options["timeout_graceful_shutdown"] = math.ceil(settings.grace_seconds) + _CANCELLING_SECONDS
+    web, interrupted = uvicorn.Server(uvicorn.Config(server.app, **options)), False
+    begin_exit = web.handle_exit
+
+    def handle_exit(sig: int, frame: types.FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = interrupted or sig == signal.SIGINT
+        asyncio.get_running_loop().call_later(
+            settings.grace_seconds, server.close
+        )  # running answers may end until then
+        begin_exit(sig, frame)
+
+    web.handle_exit = handle_exit  # type: ignore[method-assign]
+    web.run(sockets=[listening])
+    return closing.ident is not None and not closing.is_alive(), interrupted
