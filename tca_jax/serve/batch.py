@@ -213,7 +213,7 @@ class Batch:
             self._step_programs[key] = programs
         state, output = self._step_programs[key][evicts](*given)
         self._table = self._pool.take_back(state.cache)
-        self._state = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
+        self._state = dataclasses.replace(state, cache=None)
         self.pending.append((output, tuple(self.rows)))
 
     def wait(self) -> list[tuple[Request, int, bool, bool]]:

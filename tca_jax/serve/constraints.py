@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import Bool
 
 from tca_jax.engine.lm import LM
 from tca_jax.errors import Unsupported, UserError, explaining, require
@@ -19,15 +19,6 @@ _MAX_BYTES = 2**16  # of a grammar: more take seconds to compile
 #: 20 to 400 ms of compilation, 15 ms of a mask, and states of one or two kB each for every answer.
 _LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
 _WHITESPACE = r" |\n {0,16}"  # between two tokens of JSON; without a bound some models write nothing else
-
-
-def packed_mask(mask: Mask, tokens: list[int], size: int, excluded: Sequence[int]) -> UInt8[np.ndarray, " W"] | None:
-    """Tokens that may come next, without the excluded ones: a bit each, the lowest first; None if there are none."""
-    allowed = np.array(mask(tokens), bool)
-    wanted = f"must be ({size},), a bool for each token of the model"
-    require(allowed.shape == (size,), f"mask returns shape {allowed.shape}: {wanted}")
-    allowed[list(excluded)] = False
-    return np.packbits(allowed, bitorder="little") if allowed.any() else None
 
 
 class Grammars:

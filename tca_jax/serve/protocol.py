@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.errors import Unsupported, UserError, explaining
@@ -411,10 +412,8 @@ class Text(Chat):
     _delta = _answer
 
 
-#: The byte of each character of byte-level vocabularies: printable ones are themselves, others follow after 255.
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = sorted(set(range(256)) - {*_PRINTABLE})
-_BYTES = {chr(x): x for x in _PRINTABLE} | {chr(256 + i): x for i, x in enumerate(_OTHERS)}
+#: The byte of each character of byte-level vocabularies.
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:

@@ -24,7 +24,6 @@ from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import shapes_of
 from tca_jax.serve.batch import Batch, Request, is_intact
-from tca_jax.serve.constraints import packed_mask
 from tca_jax.serve.documents import Document, Documents, pins
 from tca_jax.serve.pages import bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
@@ -262,12 +261,16 @@ class Scheduler:
         """Computes the mask of an answer, if it has one, for the next token; whether the answer goes on."""
         if request.mask is None:
             return True
-        config, vocabulary = request.stream.config, self._lm.config.vocab_size
-        stops = (config.stop_token_ids or ()) if request.streamed < config.min_new_tokens else ()
-        request.allowed = packed_mask(request.mask, request.stream.tokens, vocabulary, stops)
-        if request.allowed is None:
+        config, size = request.stream.config, self._lm.config.vocab_size
+        allowed = np.array(request.mask(request.stream.tokens), bool)
+        wanted = f"must be ({size},), a bool for each token of the model"
+        require(allowed.shape == (size,), f"mask returns shape {allowed.shape}: {wanted}")
+        if request.streamed < config.min_new_tokens:
+            allowed[list(config.stop_token_ids or ())] = False
+        request.allowed = np.packbits(allowed, bitorder="little")  # the lowest bit first
+        if not allowed.any():
             self._leave(request, "stop")
-        return request.allowed is not None
+        return bool(allowed.any())
 
     def _leave(self, request: Request, reason: FinishReason) -> None:
         """Ends a request, and frees its resources."""

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -29,12 +29,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt, render_chat, require_tokenizer
 from tca_jax.serve import protocol
-from tca_jax.serve.answers import Answers, Metrics
-from tca_jax.serve.constraints import Grammars
+from tca_jax.serve.constraints import Grammars, Mask
 from tca_jax.serve.engine import Engine
+from tca_jax.serve.metrics import Metrics
 from tca_jax.serve.protocol import ChatRequest, CompletionRequest, Json, RequestError, require_field
+from tca_jax.serve.streams import Completion, Stream
 
 Endpoint = Callable[[Request], Response | Json | Awaitable[Response | Json]]
 _DOCUMENT = "\u2063document\u2063"  # stands for a document while a chat is rendered
@@ -56,6 +58,94 @@ class Settings:
     body_seconds: float = 60.0  # until it has arrived
     answer_seconds: float = 600.0  # until an answer is cancelled, waiting included
     grace_seconds: float = 10.0  # at the end for running answers, then for documents that are being stored
+
+
+class Answers:
+    """The answers of one request. `close` must be called: it cancels those that have not ended."""
+
+    def __init__(self, metrics: Metrics, rows: int, samples: int) -> None:
+        self._metrics, self.rows, self._samples = metrics, rows, samples
+        self.streams: list[Stream] = []
+        self.completions: dict[int, Completion] = {}  # of those that have ended
+        metrics.open.add(self)
+
+    async def begin(
+        self,
+        engine: Engine,
+        prompts: Sequence[tuple[str | None, list[int], GenerationConfig]],  # the first: a document's id
+        mask: Callable[[], Mask] | None,  # creates the mask of an answer
+    ) -> None:
+        """Has an engine begin them, as the rows of `generate`."""
+
+        def begin() -> None:
+            for i in range(self.rows):
+                document, tokens, config = prompts[i // self._samples]
+                self.streams.append(engine.ask(document, tokens, config, sample=i, mask=mask and mask()))
+
+        try:
+            await run_in_threadpool(begin)
+        except BaseException:
+            self.close()
+            raise
+
+    async def pieces(self, seconds: float) -> AsyncIterator[tuple[int, str | Completion]]:
+        """Pieces of text of each answer while they are written, and its completion at its end.
+
+        RequestError if they take longer than `seconds`, or the server ends; ClientDisconnect if they are closed.
+        """
+        loop, changed, sent = asyncio.get_running_loop(), asyncio.Queue[int](), [0] * self.rows
+
+        def notify(index: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(changed.put_nowait, index)
+
+        most = f"the answer took more than {seconds:g} seconds, the most that are allowed"
+        deadline = loop.time() + seconds
+        with contextlib.ExitStack() as listening:
+            for index, stream in enumerate(self.streams):
+                listening.enter_context(stream.listening(functools.partial(notify, index)))
+                changed.put_nowait(index)
+            while len(self.completions) < self.rows:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        now = {await changed.get()}
+                except TimeoutError:
+                    raise RequestError(most, status=504) from None
+                while not changed.empty():
+                    now.add(changed.get_nowait())
+                for index in sorted(now - self.completions.keys()):
+                    piece, end = self.streams[index].piece(sent[index])
+                    sent[index] += len(piece)
+                    if piece:
+                        yield index, piece
+                    if end is not None:
+                        if self not in self._metrics.open:
+                            raise ClientDisconnect
+                        ended = end.finish_reason != "cancelled"
+                        require_field(ended, None, "the server is shutting down", status=503)
+                        self.completions[index] = end
+                        yield index, end
+
+    def usage(self) -> Json:
+        """Counts of tokens: of prompts with their documents, of answers, and of documents."""
+        prompts, new = self.streams[:: self._samples], sum(len(each.tokens) for each in self.completions.values())
+        cached = sum(each.document_tokens for each in prompts)
+        prompt = cached + sum(each.prompt_tokens for each in prompts)
+        total = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
+
+    def cancel(self) -> None:
+        """Ends those that have not ended; the client gets an error."""
+        for stream in self.streams:
+            stream.cancel()
+
+    def close(self) -> None:
+        """Cancels those that have not ended, and counts all."""
+        if self in self._metrics.open:
+            self._metrics.open.remove(self)
+            self.cancel()
+            for index in range(len(self.streams)):
+                self._metrics.count(self.completions.get(index))
 
 
 class Server:
