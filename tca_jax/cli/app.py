@@ -94,12 +94,13 @@ def run() -> None:
     app()
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         import tca_jax
 
         print(f"tca-jax {tca_jax.__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

@@ -85,15 +85,9 @@ class ServingOptions:
         """Settings of a server for a model."""
         from tca_jax.serve.server import Settings
 
-        return Settings(
-            model=self.model_name or (Path(model).resolve().name if Path(model).exists() else model),
-            api_keys=tuple(self.api_key or ()),
-            max_rows=self.max_waiting,
-            max_tokens=self.max_tokens,
-            max_body=int(self.max_body * 10**6),
-            answer_seconds=self.timeout,
-            grace_seconds=self.grace,
-        )
+        name = self.model_name or (Path(model).resolve().name if Path(model).exists() else model)
+        same = {name: getattr(self, name) for name in ("max_waiting", "max_tokens", "timeout", "grace")}
+        return Settings(name, tuple(self.api_key or ()), max_body=int(self.max_body * 10**6), **same)
 
 
 @with_options

@@ -64,7 +64,6 @@ class Request:
 
     @property
     def own_tokens(self) -> int:
-        """Tokens that the row may have after the document."""
         return len(self.new) + self.max_new_tokens
 
 
@@ -151,7 +150,6 @@ class Batch:
         self._table = pages.put.run(self._bare_lm, bare(self._table), row, np.int32(request.slot or 0))
 
     def feed_next(self, request: Request) -> None:
-        """Feeds a piece of a request's tokens."""
         if not request.new:
             request.logits = request.parent.logits
             return
@@ -206,11 +204,9 @@ class Batch:
         # To compare the shapes of all arguments is as slow as a step: these alone change.
         key = state.seen is None, None if state.top is None else state.top[0].shape, state.stop_tokens.shape
         if key not in self._step_programs:
-            kinds = (False, True) if self._bounded else (False,)  # both now: answers wait for neither
-            programs = [pages.step.start(*given, evicts=kind, backend=self._backend)[0] for kind in kinds]
-            for program in programs:
-                program.wait()
-            self._step_programs[key] = programs
+            kinds = (False, True) if self._bounded else (False,)  # both now, so that answers seldom wait for the second
+            started = [pages.step.start(*given, evicts=kind, backend=self._backend) for kind in kinds]
+            self._step_programs[key] = [program for program, _ in started]
         state, output = self._step_programs[key][evicts](*given)
         self._table = self._pool.take_back(state.cache)
         self._state = dataclasses.replace(state, cache=None)
@@ -269,12 +265,10 @@ class Batch:
     def _widths_of(self, kept: int, tokens: int) -> Widths:
         """Entries of the table of a row of `tokens` tokens with `kept` pages of kept ones."""
         policy, b = self._lm.method.cache, self._pool.block_size
-
-        def bucket(width: int) -> int:
-            return bucket_length(width, _MIN_WIDTH) if width else 0
-
-        window = policy.window // b + 1 if policy.window < UNBOUNDED else bucket(cdiv(tokens, b))
-        return Widths(bucket(kept), window, bucket(mean_pages(policy, tokens)))
+        window = policy.window // b + 1 if policy.window < UNBOUNDED else bucket_length(cdiv(tokens, b), _MIN_WIDTH)
+        means = mean_pages(policy, tokens)
+        kept, means = (count and bucket_length(count, _MIN_WIDTH) for count in (kept, means))
+        return Widths(kept, window, means)
 
     def _widen(self, *wanted: Widths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""

@@ -89,14 +89,9 @@ class Document:
 
 
 class Documents:
-    """All documents of an engine, and their pages. Only the engine's thread changes it.
+    """All documents of an engine, and their pages. Only the engine's thread changes it."""
 
-    `unread` are documents to be read, maybe once more.
-    """
-
-    def __init__(
-        self, lm: LM, pool: PagePool, host_bytes: int, folder: Path | None = None, disk_bytes: float | None = None
-    ) -> None:
+    def __init__(self, lm: LM, pool: PagePool, host_bytes: int, folder: Path | None, disk_bytes: int | None) -> None:
         self._lm, self._bare_lm, self.pool, self._host_bytes = lm, lm.without_weights, pool, host_bytes
         self._folder: Any = folder  # of this engine; None where documents are not stored
         self._disk_bytes = math.inf if disk_bytes is None else disk_bytes
@@ -105,7 +100,6 @@ class Documents:
         self._loading: dict[Document, Future[Context]] = {}  # from disk
         self._writing: tuple[Document, Future[None]] | None = None
         self._writer, self._reader = (ThreadPoolExecutor(1, f"tca-jax-{name}") for name in ("write", "read"))
-        self.unread: list[Document] = []
         self._identity = identity_of(lm)
         found = [] if folder is None else self._on_disk()
         self.by_id = OrderedDict((each.id, each) for each in found)  # least recently used first
@@ -123,16 +117,12 @@ class Documents:
         return None if found is None or found.state == "failed" else found
 
     def to_be_read(self) -> list[Document]:
-        """Documents to be read. Those that are wanted no more are dropped."""
-        for document in self.unread:
+        """Documents to be read, maybe once more, in order of arrival. Those that are wanted no more are dropped."""
+        waiting = [each for each in self.all() if each.state == "waiting"]
+        for document in waiting:
             if not (document.named or document.users):
                 self.drop(document)
-        self.unread = [each for each in self.unread if each.state == "waiting"]
-        return self.unread
-
-    def add(self, document: Document) -> None:
-        self.by_id[document.id] = document
-        self.unread.append(document)
+        return sorted((each for each in waiting if each.error is None), key=lambda each: each.arrival)
 
     def parent_of(self, document: Document) -> Document | None:
         """The document that one of several parts continues, which is read first if it is not there."""
@@ -144,7 +134,7 @@ class Documents:
             if document.parent is None:
                 document.parent = Document(ids[1], tokens, parts, named=False, arrival=document.arrival)
                 document.parent.users.add(document)
-                self.add(document.parent)
+                self.by_id[document.parent.id] = document.parent
         return document.parent
 
     def all(self) -> list[Document]:
@@ -241,7 +231,6 @@ class Documents:
         self._release(document)
         if document.state == "waiting":
             _log.warning("document %s is read again", document.id)
-            self.unread.append(document)
 
     # Host memory
 
@@ -396,17 +385,10 @@ class Documents:
             return np.concatenate([np.asarray(on_host(x)) for x in parts], axis=axis).take(pages, axis=axis)
 
         k, v = jax.tree.map(joined, *[(chunk.k, chunk.v) for chunk in chunks])
-        context = Context(
-            rows=dataclasses.replace(document.table, k=k, v=v, in_runs=True),
-            tokens=jnp.asarray([document.tokens], jnp.int32),
-            lengths=jnp.asarray([len(document.tokens)], jnp.int32),
-            attended_share=jnp.asarray([document.attended_share], jnp.float32),
-            compile_seconds=0.0,
-            prefill_seconds=0.0,
-            window=self._lm.method.cache.window,
-            shards=self._lm.head_shards,
-            identity=self._identity,
-        )
+        tokens, lengths = (jnp.asarray(x, jnp.int32) for x in ([document.tokens], [len(document.tokens)]))
+        share, shards = jnp.asarray([document.attended_share], jnp.float32), self._lm.head_shards
+        rows, window = dataclasses.replace(document.table, k=k, v=v, in_runs=True), self._lm.method.cache.window
+        context = Context(rows, tokens, lengths, share, 0.0, 0.0, window, shards, self._identity)
         context.save(self._folder / document.id / _CONTEXT)
 
     def close(self) -> None:

@@ -167,7 +167,7 @@ class Engine(AbstractContextManager["Engine"]):
         ids = self._appended(known, more, "more", 0)
         tokens, parts = known.tokens + ids, (*known.parts, len(ids))
         self._scheduler.require_pages(len(tokens), known)
-        return self._post(lambda: self._found(tokens, parts, parent=self.document(document)).id).result()
+        return self._post(lambda: self._found(tokens, parts).id).result()
 
     def forget(self, document: str) -> None:
         """Drops a document, also on disk. ValueError if it is in use; OSError if it cannot be removed from disk."""
@@ -190,12 +190,11 @@ class Engine(AbstractContextManager["Engine"]):
         require(found is not None, f"unknown document {document!r}", UnknownDocument)
         return found
 
-    def prefix_of(self, tokens: list[int]) -> tuple[str, int] | None:
-        """Id and length of the longest document that `tokens` begin with and go on after; None for none."""
+    def prefix_of(self, tokens: list[int]) -> Document | None:
+        """The longest document that `tokens` begin with and go on after; None for none."""
         known = [each for each in self.documents() if each.state != "failed" and len(each.tokens) < len(tokens)]
         found = [each for each in known if tokens[: len(each.tokens)] == each.tokens]
-        longest = max(found, key=lambda each: len(each.tokens), default=None)
-        return None if longest is None else (longest.id, len(longest.tokens))
+        return max(found, key=lambda each: len(each.tokens), default=None)
 
     def wait(self, document: str, timeout: float | None = None, *, stored: bool = False) -> Document:
         """Waits at most `timeout` seconds until a document is read, and `stored` on disk.
@@ -287,13 +286,11 @@ class Engine(AbstractContextManager["Engine"]):
         require_positions(argument, len(ids), new_tokens, self.lm, context_tokens=len(document.tokens))
         return ids
 
-    def _found(
-        self, tokens: list[int], parts: tuple[int, ...], *, named: bool = True, parent: Document | None = None
-    ) -> Document:
+    def _found(self, tokens: list[int], parts: tuple[int, ...], *, named: bool = True) -> Document:
         """The document of these tokens, which is read if it is new; in the engine's thread."""
         id_ = self._documents.id_of(tokens, parts, named=named)
         if (found := self._documents.usable(id_)) is None:
-            found = Document(id_, tokens, parts, named, parent)
+            found = Document(id_, tokens, parts, named)
             self._scheduler.add(found)
         return found
 

@@ -186,13 +186,8 @@ def _widen(lm: LM, table: Rows, *, widths: Widths, pages: int) -> Rows:
     return dataclasses.replace(dataclasses.replace(table, k=no_bytes).with_widths(widths), **NO_POOL)
 
 
-def _refresh(
-    lm: LM,
-    table: Rows,
-    of_answers: Bool[Array, "devices P"],
-    live: Bool[Array, " R"],  # rows of requests
-) -> Rows:
-    """The table, whose free pages are those of answers that no row of a request names."""
+def _refresh(lm: LM, table: Rows, of_answers: Bool[Array, "devices P"], live: Bool[Array, " R"]) -> Rows:
+    """The table, whose free pages are those of answers that no live row names: one of a request."""
     own = of_answers[0] if lm.head_shards is None else part_of_device(of_answers)
     named = jnp.zeros(len(own) + 1, bool)
     for each in [table.pages] if table.scored is None else [table.pages, table.scored.pages]:
@@ -209,11 +204,9 @@ def _fork(lm: LM, pool: Rows, document: Rows, most: Int[Array, " 1"]) -> Rows:
 
 def _put(lm: LM, table: Rows, one: Rows, row: Int[Array, ""]) -> Rows:
     """A table with a row, and the free pages that the row left."""
-
-    def put(all_rows: Array, x: Array) -> Array:
-        return all_rows.at[(slice(None),) * _row_axis(x) + (row,)].set(x.take(0, axis=_row_axis(x)))
-
-    return dataclasses.replace(jax.tree.map(put, table, bare(one)), free=one.free)
+    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=row)
+    rows = jax.tree.map(lambda old, x: put(old, x, axis=_row_axis(x)), table, bare(one))
+    return dataclasses.replace(rows, free=one.free)
 
 
 def _admit(
@@ -227,9 +220,8 @@ def _admit(
 ) -> tuple[DecodingState, Int32[Array, "4 R"]]:
     """Draws the first token of a row."""
     top, finite = jax.tree.map(lambda x: jnp.zeros_like(x[:1]), state.top), jnp.isfinite(logits).all(axis=-1)
-    alone = dataclasses.replace(
-        _empty_state(lm, rows=1, stops=0), done=jnp.zeros(1, bool), top=top, finite=finite, **fields
-    )
+    fields = {**fields, "done": jnp.zeros(1, bool), "top": top, "finite": finite}
+    alone = dataclasses.replace(_empty_state(lm, rows=1, stops=0), **fields)
     alone = draw(lm, alone, logits, sampling, allowed=allowed)
     state = jax.tree.map(lambda all_rows, x: all_rows.at[row].set(x[0]), state, alone)
     return state, _packed(state)

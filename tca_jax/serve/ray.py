@@ -29,9 +29,8 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         args: `model`, as for `tca_jax.load`; `replicas` (1); `gpus` of each (the devices of `mesh`, or 1; 0 on a CPU);
             other options of `tca-jax serve`, with "_" for "-", except `host` and `port`.
     """
-    named = args.get("model") is not None
-    require(named, "model is missing: pass model=, an alias, a Hugging Face Hub id or a local folder")
     given = dict(args)
+    require("model" in given, "model is missing: pass model=, an alias, a Hugging Face Hub id or a local folder")
     for name in {"model", "profile", "disk"} & given.keys():  # Ray's processes run in other folders
         if name == "disk" or Path(given[name]).exists():
             given[name] = Path(given[name]).absolute()
@@ -56,12 +55,13 @@ def _application(
     serving.check()
     own = f"belongs to one engine, and replicas = {replicas}; leave it out"
     require(replicas == 1 or serving.disk is None, f"disk = {str(serving.disk)!r}: {own}")
-    devices = math.prod(parse_mesh_shape(running.mesh, "mesh")) if running.mesh else 1
-    static = {"num_replicas": replicas, "ray_actor_options": {"num_gpus": devices if gpus is None else gpus}}
-    seconds = 2 * serving.grace + 1  # for answers, then for documents to be stored
-    deployment = serve.deployment(Replica, name="Engine", graceful_shutdown_timeout_s=seconds, **static)
-    bounds = deployment.options(max_ongoing_requests=10_000)  # the server has bounds of its own
-    return bounds.bind(model, serving, running)
+    actor = {"num_gpus": math.prod(parse_mesh_shape(running.mesh, "mesh")) if running.mesh else 1}
+    if gpus is not None:
+        actor["num_gpus"] = gpus
+    static: dict[str, Any] = {"num_replicas": replicas, "ray_actor_options": actor}
+    static["graceful_shutdown_timeout_s"] = 2 * serving.grace + 1  # for answers, then for documents to be stored
+    static["max_ongoing_requests"] = 10_000  # the server has bounds of its own
+    return serve.deployment(Replica, name="Engine", **static).bind(model, serving, running)
 
 
 @serve.ingress()
@@ -99,5 +99,4 @@ class Replica:
 
     def check_health(self) -> None:
         """Raises RuntimeError if the engine has failed; Ray then starts another replica."""
-        failure = self._engine.failure
-        require(failure is None, str(failure), RuntimeError)
+        require(self._engine.failure is None, str(self._engine.failure), RuntimeError)

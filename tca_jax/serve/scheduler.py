@@ -78,10 +78,9 @@ class Scheduler:
         return not (self._requests or self._documents.to_be_read())
 
     def add(self, user: Request | Document) -> None:
-        """Adds a request, or a document to be read."""
         user.arrival = next(self._arrivals)
         if isinstance(user, Document):
-            self._documents.add(user)
+            self._documents.by_id[user.id] = user
         else:
             self._requests.append(user)
             if not user.parent.named:
@@ -92,7 +91,7 @@ class Scheduler:
             if request.stream is stream:
                 self._leave(request, "cancelled")
 
-    def step(self, is_called: Callable[[], bool]) -> bool | None:
+    def step(self, is_called: Callable[[], bool] = lambda: False) -> bool | None:
         """One round; whether there is more to do now, or None while something is under way.
 
         `is_called`: whether calls of other threads wait for the end of the round.
@@ -138,8 +137,7 @@ class Scheduler:
         if isinstance(concerned, Document):
             self._documents.fail(concerned, error)
         else:
-            self._give_back(concerned)
-            concerned.stream.end(error)
+            self._end(concerned, error)
 
     def _recover(self, error: Exception) -> None:
         """Replaces the arrays that a failed program has consumed: rows of the batch fail, other requests restart."""
@@ -282,14 +280,14 @@ class Scheduler:
                 document, row = Document(documents.id_of(tokens, parts), tokens, parts), self._batch.row_of(request)
                 known = documents.usable(document.id) is not None
                 kept = document.id if known or documents.enter(document, on_host(row), parent.attended_share) else None
-            self._give_back(request)
-            request.stream.end(reason, kept)
+            self._end(request, reason, kept)
 
-    def _give_back(self, request: Request) -> None:
+    def _end(self, request: Request, how: FinishReason | Exception, kept: str | None = None) -> None:
         if request in self._requests:
             self._requests.remove(request)
         request.parent.users.discard(request)
         self._batch.end(request)
+        request.stream.end(how, kept)
 
     # Reading: short documents together, some layers at a time, and parts that are appended piece by piece. Programs
     # compile in threads of their own, while answers go on.

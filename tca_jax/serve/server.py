@@ -39,6 +39,7 @@ from tca_jax.serve.protocol import ChatRequest, CompletionRequest, Json, Request
 from tca_jax.serve.streams import Completion, Stream
 
 Endpoint = Callable[[Request], Response | Json | Awaitable[Response | Json]]
+Prompt = tuple[str | None, list[int]]  # a document's id, and the tokens after it
 _DOCUMENT = "\u2063document\u2063"  # stands for a document while a chat is rendered
 _CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,35 +52,31 @@ class Settings:
 
     model: str  # its name in requests
     api_keys: tuple[str, ...] = ()  # of which a request must have one; none for no keys
-    max_rows: int = 256  # answers that wait or are written
+    max_waiting: int = 256  # answers that wait or are written
     max_tokens: int = 4096  # of an answer
     default_tokens: int = 512  # of an answer to a chat that names no number
     max_body: int = 64 * 2**20  # bytes of a request
     body_seconds: float = 60.0  # until it has arrived
-    answer_seconds: float = 600.0  # until an answer is cancelled, waiting included
-    grace_seconds: float = 10.0  # at the end for running answers, then for documents that are being stored
+    timeout: float = 600.0  # seconds until an answer is cancelled, waiting included
+    grace: float = 10.0  # seconds at the end for running answers, then for documents that are being stored
 
 
 class Answers:
     """The answers of one request. `close` must be called: it cancels those that have not ended."""
 
-    def __init__(self, metrics: Metrics, rows: int, samples: int) -> None:
-        self._metrics, self.rows, self._samples = metrics, rows, samples
+    def __init__(self, metrics: Metrics, prompts: Sequence[tuple[Prompt, GenerationConfig]], samples: int) -> None:
+        self._metrics, self._prompts, self._samples = metrics, prompts, samples
         self.streams: list[Stream] = []
         self.completions: dict[int, Completion] = {}  # of those that have ended
+        self.rows = samples * len(prompts)
         metrics.open.add(self)
 
-    async def begin(
-        self,
-        engine: Engine,
-        prompts: Sequence[tuple[str | None, list[int], GenerationConfig]],  # the first: a document's id
-        mask: Callable[[], Mask] | None,  # creates the mask of an answer
-    ) -> None:
-        """Has an engine begin them, as the rows of `generate`."""
+    async def begin(self, engine: Engine, mask: Callable[[], Mask] | None) -> None:
+        """Has an engine begin them, as the rows of `generate`; `mask` creates the mask of each."""
 
         def begin() -> None:
             for i in range(self.rows):
-                document, tokens, config = prompts[i // self._samples]
+                (document, tokens), config = self._prompts[i // self._samples]
                 self.streams.append(engine.ask(document, tokens, config, sample=i, mask=mask and mask()))
 
         try:
@@ -225,7 +222,6 @@ class Server:
         return _json({"status": "ok"})
 
     def _model(self, name: str | None = None) -> Json:
-        """The model, by its name."""
         known, own = self._settings.model, {"created": self._created, "max_model_len": self._lm.config.max_context}
         text = f"model = {json.dumps(name)}: must be {known}"
         require_field(name in (None, known), "model", text, status=404, code="model_not_found")
@@ -256,34 +252,32 @@ class Server:
 
     # Answers
 
-    def _prompts(self, wanted: ChatRequest | CompletionRequest) -> list[tuple[str | None, list[int]]]:
-        """The document of each prompt, and the tokens after it."""
-        if isinstance(wanted, ChatRequest):
-            return [self._chat_prompt(wanted)]
-        return [self._continuation(each, wanted.document) for each in wanted.prompt]
+    def _prompts(self, wanted: ChatRequest | CompletionRequest) -> list[Prompt]:
+        """Encodes prompts; a chat without a document is about the longest one whose tokens it begins with."""
+        if isinstance(wanted, CompletionRequest):
+            texts = wanted.prompt
+        else:
+            self._require_template("messages")
+            messages = [message.as_dict() for message in wanted.messages]
+            if wanted.document is None:
+                tokens = encode_prompt(self._lm, messages, "messages")
+                found = self._engine.prefix_of(tokens)
+                return [(None, tokens) if found is None else (found.id, tokens[len(found.tokens) :])]
+            role, remedy = messages[0]["role"], "give a system message, which precedes it, as system with the upload"
+            must = f"messages[0].role = {role}: must be user in a chat over a document; {remedy}"
+            require_field(role == "user", "messages", must)
+            messages[0]["content"] = f"{_DOCUMENT}\n\n{messages[0]['content']}"
+            _, *texts = render_chat(self._lm, messages, "messages").split(_DOCUMENT)
+            changes = f"messages: the chat template of {self._lm.name} changes messages: no document can be a part"
+            require_field(len(texts) == 1, "messages", changes)
+        known = None if wanted.document is None else self._engine.document(wanted.document)
 
-    def _chat_prompt(self, wanted: ChatRequest) -> tuple[str | None, list[int]]:
-        """The document that a chat names, or the longest one whose tokens it begins with, and the tokens after it."""
-        self._require_template("messages")
-        messages = [message.as_dict() for message in wanted.messages]
-        if wanted.document is None:
-            tokens = encode_prompt(self._lm, messages, "messages")
-            found, length = self._engine.prefix_of(tokens) or (None, 0)
-            return found, tokens[length:]
-        role, remedy = messages[0]["role"], "a system message precedes the document: give it as system with the upload"
-        must = f"messages[0].role = {role}: must be user in a chat over a document; {remedy}"
-        require_field(role == "user", "messages", must)
-        messages[0]["content"] = f"{_DOCUMENT}\n\n{messages[0]['content']}"
-        _, *after = render_chat(self._lm, messages, "messages").split(_DOCUMENT)
-        changes = f"messages: the chat template of {self._lm.name} changes messages: no document can be a part"
-        require_field(len(after) == 1, "messages", changes)
-        return self._continuation(after[0], wanted.document)
+        def encode(text: str | list[int]) -> list[int]:
+            if known is None or not isinstance(text, str):
+                return encode_prompt(self._lm, text, "prompt")
+            return encode_continuation(self._lm, text, known.tokens, "prompt")
 
-    def _continuation(self, prompt: str | list[int], document: str | None) -> tuple[str | None, list[int]]:
-        """A document, if one is named, and the tokens of a prompt, which is appended to it as it is."""
-        if document is None or not isinstance(prompt, str):
-            return document, encode_prompt(self._lm, prompt, "prompt")
-        return document, encode_continuation(self._lm, prompt, self._engine.document(document).tokens, "prompt")
+        return [(wanted.document, encode(each)) for each in texts]
 
     @functools.cached_property
     def _grammars(self) -> Grammars:
@@ -298,19 +292,25 @@ class Server:
             async with self._compiling:
                 mask = await run_in_threadpool(lambda: self._grammars.json(schema, _SCHEMA))
         prompts = await run_in_threadpool(self._prompts, wanted)
-        begun = [(*each, protocol.generation_config(wanted, self._max_tokens(wanted, *each))) for each in prompts]
+        begun = [(each, protocol.generation_config(wanted, self._max_tokens(wanted, *each))) for each in prompts]
         rows, held = len(prompts) * wanted.n, sum(each.rows for each in self._metrics.open)
-        most = self._settings.max_rows
+        most = self._settings.max_waiting
         require_field(rows <= most, "n", f"n = {rows} answers: at most {most} may wait or be written")
         busy = f"{held} answers wait or are written, and {rows} more are requested: at most {most} may; try again later"
         require_field(held + rows <= most, None, busy, status=429, code="rate_limit_exceeded")
-        answers = Answers(self._metrics, rows, wanted.n)
-        await answers.begin(self._engine, begun, mask)
+        answers = Answers(self._metrics, begun, wanted.n)
+        await answers.begin(self._engine, mask)
         if wanted.stream:
             return _Events(self._events(answers, form, wanted.stream_options.include_usage), answers)
-        gone = asyncio.ensure_future(_close_when_gone(request, answers))
+
+        async def close_when_gone() -> None:  # all of the request's body has been read
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            answers.close()
+
+        gone = asyncio.ensure_future(close_when_gone())
         try:
-            async for _ in answers.pieces(self._settings.answer_seconds):
+            async for _ in answers.pieces(self._settings.timeout):
                 pass
         finally:
             gone.cancel()
@@ -318,11 +318,10 @@ class Server:
         return _json(form.response([each for _, each in sorted(answers.completions.items())], answers.usage()))
 
     async def _events(self, answers: Answers, form: protocol.Chat, include_usage: bool) -> AsyncIterator[bytes]:
-        """The server-sent events of an answer."""
         for first in form.begin(answers.rows):
             yield _event(first)
         try:
-            async for index, piece in answers.pieces(self._settings.answer_seconds):
+            async for index, piece in answers.pieces(self._settings.timeout):
                 yield _event(form.event(index, piece))
             if include_usage:
                 yield _event(form.usage(answers.usage()))
@@ -359,13 +358,6 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _close_when_gone(request: Request, answers: Answers) -> None:
-    """Cancels answers when the client, all of whose body has been read, closes the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    answers.close()
-
-
 def _event(data: Json) -> bytes:
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
@@ -390,7 +382,7 @@ def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: C
     """Serves an engine at a bound socket until SIGINT or SIGTERM, and closes the engine; `ready` is called first.
 
     Returns:
-        Whether the engine, and documents being stored, ended within `settings.grace_seconds`; whether Ctrl-C ended it.
+        Whether the engine, and documents being stored, ended within `settings.grace`; whether Ctrl-C ended it.
     """
     server = Server(engine, settings)
     closing = threading.Thread(target=engine.close, name="tca-jax-close", daemon=True)
@@ -400,20 +392,18 @@ def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: C
         ready()
         yield
         closing.start()
-        await asyncio.to_thread(closing.join, settings.grace_seconds)
+        await asyncio.to_thread(closing.join, settings.grace)
 
     server.app.router.lifespan_context = lifespan
     options: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "on", "ws": "none"}
-    options["timeout_graceful_shutdown"] = math.ceil(settings.grace_seconds) + _CANCELLING_SECONDS
+    options["timeout_graceful_shutdown"] = math.ceil(settings.grace) + _CANCELLING_SECONDS
     web, interrupted = uvicorn.Server(uvicorn.Config(server.app, **options)), False
     begin_exit = web.handle_exit
 
     def handle_exit(sig: int, frame: types.FrameType | None) -> None:
         nonlocal interrupted
         interrupted = interrupted or sig == signal.SIGINT
-        asyncio.get_running_loop().call_later(
-            settings.grace_seconds, server.close
-        )  # running answers may end until then
+        asyncio.get_running_loop().call_later(settings.grace, server.close)  # answers may end until then
         begin_exit(sig, frame)
 
     web.handle_exit = handle_exit  # type: ignore[method-assign]

@@ -43,7 +43,7 @@ def engine(lm):
 
 @pytest.fixture(scope="module")
 def running(engine):
-    settings = {"max_tokens": 400, "max_body": 100_000, "max_rows": 6}
+    settings = {"max_tokens": 400, "max_body": 100_000, "max_waiting": 6}
     with Running(engine, api_keys=("other", KEY), **settings) as running:
         yield running
 
@@ -231,7 +231,7 @@ def test_answers_are_bounded_in_number_and_time(engine, running, http):
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
     wait_for_none(engine, http)
-    with Running(engine, answer_seconds=0.05) as impatient, impatient.http() as late:
+    with Running(engine, timeout=0.05) as impatient, impatient.http() as late:
         assert late.post("/v1/completions", json=body | {"stream": False}).status_code == 504
         asked = {"model": MODEL, "extra_body": {"min_tokens": 300}, **body}
         with pytest.raises(openai.APIError, match=r"more than 0\.05 seconds"):
