@@ -10,8 +10,7 @@ import numpy as np
 
 from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.contexts import prefill
-from tca_jax.engine.generation import Request, output_of
-from tca_jax.engine.generation_config import GenerationConfig
+from tca_jax.engine.generation import generate
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import DocumentTemplate, Encoder, bucket_length, encode_continuation
 from tca_jax.errors import UserError
@@ -23,7 +22,6 @@ from tca_jax.pallas_kernels.numerics import cdiv
 
 #: Room of an answer beyond its first words, where these are not given.
 PREAMBLE_TOKENS = 64
-_LEAST_ROOM = 256  # tokens in the caches for answers: few sizes, so that tasks share programs; answers end earlier
 _CACHE_SHARE = 0.25  # of the memory, for the caches of a batch; the rest is for weights, activations and copies
 _Encoded = list[tuple[list[int], list[int]]]
 _ARGUMENT = "a sample's prompt"
@@ -116,11 +114,11 @@ class Task:
         """
         prompts = _encoded(lm, samples, protocol)
         tokens = [len(document) + len(question) for document, question in prompts]
-        limit, room = self._limits(lm, samples, protocol, max(tokens))
-        rows = safe_batch(lm, max(tokens), room, min(batch, len(samples)))
+        limit = self._limit(lm, samples, protocol, max(tokens))
+        rows = safe_batch(lm, max(tokens), limit, min(batch, len(samples)))
         found, calls = [dict[str, Any]() for _ in samples], list[dict[str, float]]()
         for chosen, filled in batches(sorted(range(len(samples)), key=tokens.__getitem__), rows):  # groups buckets
-            texts, counts, costs = self._ask(lm, [prompts[i] for i in filled], limit, room)
+            texts, counts, costs = _ask(lm, [prompts[i] for i in filled], limit)
             for i, text, count in zip(chosen, texts, counts, strict=False):
                 found[i] = {
                     "prediction": text,
@@ -139,33 +137,28 @@ class Task:
         """Tokens of the longest prompt, or document, in buckets, which tasks of one length share."""
         return bucket_length(max(len(document) for document, _ in _encoded(lm, samples, protocol)))
 
-    def _limits(self, lm: LM, samples: Sequence[Sample], protocol: str, tokens: int) -> tuple[int, int]:
-        """Most new tokens of an answer, and room for them in the caches, after prompts of up to `tokens`."""
-        most, positions = self.new_tokens, lm.config.max_context - tokens
+    def _limit(self, lm: LM, samples: Sequence[Sample], protocol: str, tokens: int) -> int:
+        """Most new tokens of an answer, after prompts of up to `tokens`."""
+        most = self.new_tokens
         if protocol not in WITH_LEAD:
             leads = {sample.prompts["prefix"].lead for sample in samples} - {""}
             most += PREAMBLE_TOKENS + max((len(lm.tokenizer(lead)["input_ids"]) for lead in leads), default=0)
-        limit = max(1, min(most, positions))
-        return limit, max(1, min(max(_LEAST_ROOM, 1 << (limit - 1).bit_length()), positions))
+        return max(1, min(most, lm.config.max_context - tokens))
 
-    def _ask(self, lm: LM, prompts: _Encoded, limit: int, room: int) -> tuple[list[str], list[int], dict[str, float]]:
-        """Texts, their numbers of tokens, and costs of one batch, with room for more tokens than are made."""
-        documents, questions = map(list, zip(*prompts, strict=True))
-        context = prefill(lm, documents) if any(questions) else None
-        config = GenerationConfig(max_new_tokens=room)
-        request = Request.create(lm, questions if context else documents, context, config, "auto")
-        state = request.start()
-        kept = output_of(request, state).stats.kept_share  # the first new token is in no cache yet
-        if not request.is_finished(state) and (left := limit - request.steps(state)) > 0:
-            state = request.advance(state, left)
-        out, rows = output_of(request, state), len(prompts)
-        costs = {
-            "kv_cache_bytes": out.stats.kv_cache_bytes / rows,
-            "full_kv_cache_bytes": out.stats.full_kv_cache_bytes / rows,  # under full attention
-            "attended_share": out.stats.attended_share,  # of a prompt's causal pairs, or of the document's
-            "kept_share": kept,  # of the prompt's tokens, after prefill
-        }
-        return out.text, out.stats.new_tokens, costs
+
+def _ask(lm: LM, prompts: _Encoded, limit: int) -> tuple[list[str], list[int], dict[str, float]]:
+    """Texts, their numbers of tokens, and costs of one batch."""
+    documents, questions = map(list, zip(*prompts, strict=True))
+    context = prefill(lm, documents) if any(questions) else None
+    out = generate(lm, questions if context else documents, context=context, max_new_tokens=limit)
+    stats, rows = out.stats, len(prompts)
+    costs = {
+        "kv_cache_bytes": stats.kv_cache_bytes / rows,
+        "full_kv_cache_bytes": stats.full_kv_cache_bytes / rows,  # under full attention
+        "attended_share": stats.attended_share,  # of a prompt's causal pairs, or of the document's
+        "kept_share": stats.kept_share,  # of the tokens of prompts and answers
+    }
+    return out.text, stats.new_tokens, costs
 
 
 def _encoded(lm: LM, samples: Sequence[Sample], protocol: str) -> _Encoded:
