@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,9 +129,7 @@ def predict(maps: Float32[Array, "Hkv D1"], x: Float[Array, "1 L D"]) -> Float32
     return (x[0].astype(jnp.float32) @ maps[:, :-1].T + maps[:, -1]).T
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["gram", "right"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class _Sums:
+class _Sums(NamedTuple):
     gram: Float32[Array, "D1 D1"]  # of hidden states and a column of ones
     right: Float32[Array, "D1 T"]  # their products with the logarithms of targets
 

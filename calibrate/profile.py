@@ -190,7 +190,7 @@ def options_of(profile: Profile | WorthProfile) -> dict[str, Any]:
 def _checked(name: str, value: Any, kind: str, shape: tuple[int, ...]) -> np.ndarray:
     """`value` as an array of a dtype of this kind and of this shape."""
     array = np.asarray(value)
-    wanted = {"U": "strings", "f": "floats"}.get(kind, "integers")
+    wanted = "floats" if kind == "f" else "integers"
     of = "[layers, H_kv]" if name == "candidates" else list(shape)
     fits = array.dtype.kind in kind and array.shape == shape and array.ndim >= 2 and array.size
     require(fits, f"Profile.{name}: must be {wanted} {of}, got {array.dtype} {list(array.shape)}")

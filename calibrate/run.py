@@ -88,24 +88,20 @@ def calibrate(
 def _by_scores(lm: LM, sequences: Sequence[list[int]], config: TCAConfig, progress: Progress) -> Profile:
     """Algorithm 1: the sparsest candidate of every head whose score reaches tau."""
     scores = np.zeros((lm.config.num_layers, lm.config.num_kv_heads, config.num_candidates + 1))
-    done, total = 0, len(sequences) * lm.config.num_layers
-    progress(f"calibrating {lm.name}", done, total)
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress(f"calibrating {lm.name}", done, total)
+    total = len(sequences) * lm.config.num_layers
+    progress(f"calibrating {lm.name}", 0, total)
 
     def numbers(layer: int) -> tuple[Array]:
         return (jnp.asarray(lm.head_numbers(layer)),)
 
-    for ids in sequences:
-        layers = TextPass(lm, ids, step).layers(_score_layer, numbers, config=config)
+    for done, ids in enumerate(sequences):
+        layers = TextPass(lm, ids).layers(_score_layer, numbers, config=config)
         for layer, of_layer in enumerate(layers):
             of_layer = on_host(of_layer)  # all texts' and layers' would crowd the device
             where = f"the attention of layer {layer}"
             require(np.isfinite(of_layer).all(), f"model {lm.name!r} computes NaN or infinity in {where}")
             scores[layer] += lm.in_model_order(layer, of_layer)
+            progress(f"calibrating {lm.name}", done * lm.config.num_layers + layer + 1, total)
     scores = (scores / len(sequences)).astype(np.float32)
     rows = np.asarray(choose_candidates(jnp.asarray(scores), config.tau))
     return Profile(rows, scores, config, lm.fingerprint, lm.name, sources_of(sequences))

@@ -49,7 +49,6 @@ def layer_program(
     static: Sequence[str] = (),  # names of its static arguments, which go by name
     inputs: Sequence[Any] = (),  # partition specs of its arrays; those behind the last are replicated
     outputs: Any = SAME,  # of its results
-    derives: bool = False,  # whether it takes derivatives: JAX must then know what is the same on all devices
     donate: bool = False,  # whether the first array may be overwritten
 ) -> LayerProgram:
     """A jitted function of a module, one program for all layers of a model.
@@ -68,7 +67,7 @@ def layer_program(
         of_decoder = parameter_specs(shards.config, shards.weights_dtype)
         of_weights = of_decoder if "layers" in weights else of_decoder["layers"][0]
         in_specs = (of_weights, *inputs, *(SAME,) * (len(arrays) - len(inputs)))
-        mapped = jax.shard_map(on_device, mesh=shards.mesh, in_specs=in_specs, out_specs=outputs, check_vma=derives)
+        mapped = jax.shard_map(on_device, mesh=shards.mesh, in_specs=in_specs, out_specs=outputs, check_vma=False)
         return mapped(weights, *arrays)
 
     run.__name__ = function.__name__
@@ -92,13 +91,12 @@ def attention_program(attend: Callable[..., Any], *, inputs: Sequence[Any] = (),
 
 
 class LayerPass:
-    """A forward pass of a sequence, layer by layer. To run it several times, copy it before the first layer runs.
+    """A forward pass of a sequence, layer by layer.
 
     Args:
         lm: The model. On a mesh, heads of what layers measure are in the order of `lm.head_orders`.
         tokens: The sequence: a row, or a row for each token, where RoPE that follows the length takes the token's own.
         positions: Of each token.
-        step: Called once for every layer that has run, forwards or backwards.
         last: The last arrays that programs of all layers take.
     """
 
@@ -107,10 +105,9 @@ class LayerPass:
         lm: LM,
         tokens: Int32[np.ndarray, "B P"],
         positions: Int32[np.ndarray, "B P"],
-        step: Callable[[], None] = lambda: None,
         last: tuple[Array, ...] = (),
     ) -> None:
-        self._lm, self._step, self._last = lm, step, last
+        self._lm, self._last = lm, last
         self._decoder = lm.decoder if lm.mesh is None else lm.on_device(lm.params).decoder
         self._layers = [nnx.split(layer) for layer in self._decoder.layers]
         self._shards = None if lm.mesh is None else _Shards(lm.mesh, lm.config, lm.weights_dtype)
@@ -138,7 +135,6 @@ class LayerPass:
                 number, program, self._x, *self._angles, *arrays(number), **static, **of_layer(number)
             )
             yield measured
-            self._step()
 
     def backward(
         self,
@@ -160,7 +156,6 @@ class LayerPass:
                 number, program, cotangent, inputs.pop(), *self._angles, *arrays(number), **static
             )
             yield number, measured
-            self._step()
 
     def _of_layer(self, number: int, program: LayerProgram, *arrays: Any, **static: Any) -> Any:
         graphdef, weights = self._layers[number]
@@ -177,13 +172,12 @@ class TextPass(LayerPass):
     Args:
         lm: The model.
         ids: Token ids, at least 1.
-        step: Called once for every layer that has run.
     """
 
-    def __init__(self, lm: LM, ids: Sequence[int], step: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, lm: LM, ids: Sequence[int]) -> None:
         tokens, lengths = pad_tokens([list(ids)])
         positions = np.minimum(np.arange(tokens.shape[1], dtype=np.int32), lengths[:, None] - 1)
-        super().__init__(lm, tokens, positions, step, (jnp.asarray(lengths),))
+        super().__init__(lm, tokens, positions, (jnp.asarray(lengths),))
 
 
 @layer_program
@@ -194,7 +188,7 @@ def _embed(
     return decoder.embed(tokens), *decoder.angles(positions)
 
 
-@functools.partial(layer_program, static=("measure",), derives=True)
+@functools.partial(layer_program, static=("measure",))
 def _output_slope(
     decoder: Decoder,
     x: Float[Array, "1 L D"],

@@ -49,7 +49,7 @@ class TCACache(CachePolicy):
 
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
         kept_of_block = eviction_budgets(self.config)[self._of_layer(layer)]
-        return _per_head(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens))
+        return _per_head(np.asarray(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens)))
 
     def select(self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array) -> Selection:
         numbers = jnp.asarray(heads.numbers)
