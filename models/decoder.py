@@ -34,6 +34,10 @@ def chunk_size(config: ModelConfig) -> int:
     return 2 ** int(math.log2(max(1, _CHUNK_ELEMENTS // config.intermediate_size)))
 
 
+def _unchanged(x: Array) -> Array:
+    return x
+
+
 @dataclasses.dataclass(frozen=True)
 class Collectives:
     """How a decoder computes with its weights if they are a shard of the model's: see `models.sharding`.
@@ -41,9 +45,9 @@ class Collectives:
     The defaults are for a decoder with all weights: nothing to sum, to gather or to slice.
     """
 
-    sum_parts: Callable[[Array], Array] = lambda x: x  # products of `o`, `down` or `head` over a contracted shard
-    gather_width: Callable[[Array], Array] = lambda x: x  # [..., shard of D] to [..., D]: behind the embedding
-    slice_width: Callable[[Array], Array] = lambda x: x  # [..., D] to [..., shard of D]: before the head
+    sum_parts: Callable[[Array], Array] = _unchanged  # products of `o`, `down` or `head` over a contracted shard
+    gather_width: Callable[[Array], Array] = _unchanged  # [..., shard of D] to [..., D]: behind the embedding
+    slice_width: Callable[[Array], Array] = _unchanged  # [..., D] to [..., shard of D]: before the head
 
 
 _ALL_WEIGHTS = Collectives()
@@ -66,6 +70,52 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """Makes the modules of a decoder."""
+
+    config: ModelConfig
+    dtype: DTypeLike
+    param_dtype: DTypeLike
+    sum_parts: Callable[[Array], Array]
+    rngs: nnx.Rngs
+
+    @property
+    def outer_dtype(self) -> DTypeLike:
+        """Dtype of norms, embedding, head and biases beside projections in `param_dtype`."""
+        return self.dtype if is_quantized(self.param_dtype) else self.param_dtype
+
+    def norm(self, features: int) -> RMSNorm:
+        return RMSNorm(features, eps=self.config.rms_norm_eps, param_dtype=self.outer_dtype)
+
+    def linear(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        *,
+        bias: bool = False,
+        std: float = _INIT_STD,
+        sums: bool = False,
+        **options: Any,
+    ) -> nnx.LinearGeneral | QuantizedLinear:
+        """y = x W + b, computed in `dtype`; W is `[in, *out]`, which XLA takes for a matrix without a copy.
+
+        With `sums`, x and W may be parts, whose products are summed.
+        """
+        init, finish = functools.partial(_normal, std=std), self.sum_parts if sums else _unchanged
+        options = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": self.rngs} | options
+        if is_quantized(options["param_dtype"]):
+            del options["param_dtype"]
+            return QuantizedLinear(in_features, out_features, bias=bias, init=init, finish=finish, **options)
+        options |= {"precision": precision_of(self.dtype), "dot_general": _dot_general(finish)}
+        return nnx.LinearGeneral(in_features, out_features, use_bias=bias, kernel_init=init, **options)
+
+    def into_residual(self, in_features: int, *, bias: bool) -> nnx.LinearGeneral | QuantizedLinear:
+        """A projection into the residual stream, so that its variance does not grow with depth (GPT-2)."""
+        std = _INIT_STD / math.sqrt(2 * self.config.num_layers)
+        return self.linear(in_features, self.config.hidden_size, bias=bias, std=std, sums=True)
+
+
 class SelfAttention(nnx.Module):
     """Projections, QK norm (Qwen3) and RoPE before the attention, and the output projection.
 
@@ -73,31 +123,15 @@ class SelfAttention(nnx.Module):
     `[D, H_kv, G + 2, d]`: each KV head's G query heads, its key head and its value head.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        collectives: Collectives = _ALL_WEIGHTS,
-        rngs: nnx.Rngs,
-    ) -> None:
-        c, linear = config, functools.partial(_linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    def __init__(self, make: _Maker) -> None:
+        c = make.config
         self.head_dim = c.head_dim
         by_kv_head = (c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, c.head_dim)
-        self.qkv = linear(c.hidden_size, by_kv_head, bias=c.qkv_bias)
+        self.qkv = make.linear(c.hidden_size, by_kv_head, bias=c.qkv_bias)
         # Rows in the order of the query heads, so those of a KV head are neighbours: axis 0 can be split by KV head.
-        self.o = linear(
-            c.num_heads * c.head_dim,
-            c.hidden_size,
-            bias=c.o_bias,
-            std=_residual_std(c),
-            sum_parts=collectives.sum_parts,
-        )
-        norm_dtype = _outer_dtype(dtype, param_dtype)
-        norm = functools.partial(RMSNorm, c.head_dim, eps=c.rms_norm_eps, param_dtype=norm_dtype)
-        self.q_norm = norm() if c.qk_norm else None
-        self.k_norm = norm() if c.qk_norm else None
+        self.o = make.into_residual(c.num_heads * c.head_dim, bias=c.o_bias)
+        self.q_norm = make.norm(c.head_dim) if c.qk_norm else None
+        self.k_norm = make.norm(c.head_dim) if c.qk_norm else None
 
     def project(
         self,
@@ -124,19 +158,10 @@ class GatedMLP(nnx.Module):
     One product gives gate and up: of a single token, it is faster than two. Its kernel is `[D, 2, I]`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        collectives: Collectives = _ALL_WEIGHTS,
-        rngs: nnx.Rngs,
-    ) -> None:
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        linear = functools.partial(_linear, bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.gate_up = linear(width, (2, inner))
-        self.down = linear(inner, width, std=_residual_std(config), sum_parts=collectives.sum_parts)
+    def __init__(self, make: _Maker) -> None:
+        c = make.config
+        self.gate_up = make.linear(c.hidden_size, (2, c.intermediate_size), bias=c.mlp_bias)
+        self.down = make.into_residual(c.intermediate_size, bias=c.mlp_bias)
 
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         gate_up = self.gate_up(x)
@@ -146,22 +171,11 @@ class GatedMLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Pre-norm transformer layer. Everything but attention runs in chunks of tokens (`by_chunks`)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        chunks: tuple[int, ...],
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        **options: Any,
-    ) -> None:
-        norm_dtype = _outer_dtype(dtype, param_dtype)
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=norm_dtype)
-        options |= {"dtype": dtype, "param_dtype": param_dtype}
-        self.attention_norm = norm()
-        self.attention = SelfAttention(config, **options)
-        self.mlp_norm = norm()
-        self.mlp = GatedMLP(config, **options)
+    def __init__(self, make: _Maker, chunks: tuple[int, ...]) -> None:
+        self.attention_norm = make.norm(make.config.hidden_size)
+        self.attention = SelfAttention(make)
+        self.mlp_norm = make.norm(make.config.hidden_size)
+        self.mlp = GatedMLP(make)
         self.chunks = chunks
 
     def __call__(
@@ -231,16 +245,13 @@ class Decoder(nnx.Module):
     ) -> None:
         self.config, self.collectives = config, collectives
         self.dtype, self.param_dtype = jnp.dtype(dtype), jnp.dtype(param_dtype)
-        vocab, width, outer_dtype = config.vocab_size, config.hidden_size, _outer_dtype(dtype, param_dtype)
-        options = {"dtype": self.dtype, "rngs": rngs}
-        of_layer = {"chunks": chunks or (chunk_size(config),), "collectives": collectives, **options}
-        self.embedding = nnx.Param(_normal(rngs.params(), (vocab, width), outer_dtype))
-        self.layers = nnx.List(
-            [DecoderLayer(config, param_dtype=self.param_dtype, **of_layer) for _ in range(config.num_layers)]
-        )
-        self.norm = RMSNorm(width, eps=config.rms_norm_eps, param_dtype=outer_dtype)
-        of_head = {"preferred": jnp.float32, "sum_parts": collectives.sum_parts, "param_dtype": outer_dtype, **options}
-        self.head = None if config.tie_embeddings else _linear(width, vocab, **of_head)
+        make, width = _Maker(config, self.dtype, self.param_dtype, collectives.sum_parts, rngs), config.hidden_size
+        self.embedding = nnx.Param(_normal(rngs.params(), (config.vocab_size, width), make.outer_dtype))
+        of_layer = chunks or (chunk_size(config),)
+        self.layers = nnx.List([DecoderLayer(make, of_layer) for _ in range(config.num_layers)])
+        self.norm = make.norm(width)
+        of_head = {"sums": True, "param_dtype": make.outer_dtype, "preferred_element_type": jnp.float32}
+        self.head = None if config.tie_embeddings else make.linear(width, config.vocab_size, **of_head)
 
     def __call__(
         self,
@@ -324,53 +335,12 @@ def _norm_and_rotate(
         return apply_rope(heads, cos, sin)
 
 
-def _linear(
-    in_features: int,
-    out_features: int | tuple[int, ...],
-    *,
-    bias: bool = False,
-    std: float = _INIT_STD,
-    preferred: DTypeLike | None = None,
-    sum_parts: Callable[[Array], Array] = lambda x: x,
-    dtype: DTypeLike,
-    param_dtype: DTypeLike,
-    rngs: nnx.Rngs,
-) -> nnx.LinearGeneral | QuantizedLinear:
-    """y = x W + b, computed in `dtype`; W is `[in, *out]`, which XLA takes for a matrix without a copy."""
-    init = functools.partial(_normal, std=std)
-    if is_quantized(param_dtype):
-        options = {"dtype": dtype, "init": init, "finish": sum_parts, "rngs": rngs}
-        return QuantizedLinear(in_features, out_features, bias=bias, **options)
-    return nnx.LinearGeneral(
-        in_features,
-        out_features,
-        use_bias=bias,
-        kernel_init=init,
-        precision=precision_of(dtype),
-        preferred_element_type=preferred,
-        dot_general=_dot_general(sum_parts),
-        dtype=dtype,
-        param_dtype=param_dtype,
-        rngs=rngs,
-    )
+def _normal(key: Array, shape: tuple[int, ...], dtype: DTypeLike, std: float = _INIT_STD) -> Array:
+    """normal(std), drawn in float32: an initialiser in Flax's form."""
+    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
 @functools.lru_cache(maxsize=8)
 def _dot_general(sum_parts: Callable[[Array], Array]) -> Callable[..., Array]:
     """One object for one function: decoders are equal, and share programs, where their parts are."""
     return functools.partial(dot_general, finish=sum_parts)
-
-
-def _outer_dtype(dtype: DTypeLike, param_dtype: DTypeLike) -> DTypeLike:
-    """Dtype of norms, embedding, head and biases beside projections in `param_dtype`."""
-    return dtype if is_quantized(param_dtype) else param_dtype
-
-
-def _residual_std(config: ModelConfig) -> float:
-    """Std of projections into the residual stream, so that its variance does not grow with depth (GPT-2)."""
-    return _INIT_STD / math.sqrt(2 * config.num_layers)
-
-
-def _normal(key: Array, shape: tuple[int, ...], dtype: DTypeLike, std: float = _INIT_STD) -> Array:
-    """normal(std), drawn in float32: an initialiser in Flax's form."""
-    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

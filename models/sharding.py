@@ -44,18 +44,13 @@ _PART_ELEMENTS = 2**23
 _SMALL_SUM = 2**18  # bytes; XLA computes sums up to this size in one kernel, in which each device reads all the others
 
 
+@functools.lru_cache(maxsize=8)
 def device_graphdef(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLike, devices: int) -> Any:
     """Static part (`nnx.split`) of the decoder that a device runs on its part of the weights, under `jax.shard_map`.
 
-    `config` is the whole model's; `devices` are those on "model", which fit it (`check_mesh`).
+    `config` is the whole model's; `devices` are those on "model", which fit it (`check_mesh`). Cached, because it takes
+    seconds to build a decoder of many layers.
     """
-    dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)
-    return _device_graphdef(config, *dtypes, devices, _overlapping_chunks(config, devices))
-
-
-@functools.lru_cache(maxsize=8)
-def _device_graphdef(config: ModelConfig, dtype: Any, param_dtype: Any, devices: int, chunks: tuple[int, ...]) -> Any:
-    """Cached, because it takes seconds to build a decoder of many layers."""
     part = dataclasses.replace(
         config,
         num_heads=config.num_heads // devices,
@@ -63,8 +58,8 @@ def _device_graphdef(config: ModelConfig, dtype: Any, param_dtype: Any, devices:
         intermediate_size=config.intermediate_size // devices,
     )
     collectives = Collectives(_sum_parts, gather_width, slice_width)
-    options = {"dtype": dtype, "param_dtype": param_dtype, "chunks": chunks, "collectives": collectives}
-    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(part, **options, rngs=nnx.Rngs(0))))
+    options: Any = {"dtype": dtype, "param_dtype": param_dtype, "chunks": _overlapping_chunks(config, devices)}
+    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(part, collectives=collectives, **options, rngs=nnx.Rngs(0))))
 
 
 def _overlapping_chunks(config: ModelConfig, devices: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from tiny import CONFIG, TCA
 import tca_jax
 from tca_jax.engine.mesh import balanced_orders
 from tca_jax.models.names import MODEL
-from tca_jax.models.sharding import axis_size
+from tca_jax.models.sharding import axis_size, device_graphdef
 
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
@@ -62,6 +62,7 @@ def chunks_of(tokens: int, lm: tca_jax.LM, monkeypatch: pytest.MonkeyPatch) -> N
     """Layers of models as wide as `lm`, made from now on, take so many tokens at a time, on a mesh, too."""
     monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", tokens * lm.config.intermediate_size)
     monkeypatch.setattr("tca_jax.models.sharding._PART_ELEMENTS", 0)
+    device_graphdef.cache_clear()
 
 
 def with_tca(lm: tca_jax.LM, rows=None, **options) -> tca_jax.LM:
