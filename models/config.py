@@ -12,13 +12,24 @@ from tca_jax.models.json_object import MOST, Entries, read_json_object
 from tca_jax.models.rope import RopeConfig
 
 # model_type -> the class that a config.json of ours names
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 FAMILIES = tuple(_ARCHITECTURES)
 
+# Field -> its entry of config.json; the sizes have no default.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+_OTHERS = {
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -66,12 +77,16 @@ class ModelConfig:
             ValueError: an architecture or option that is not supported, or a missing or invalid entry.
             TypeError: neither a mapping nor a transformers config.
         """
-        entries = Entries(hf_config if isinstance(hf_config, Mapping) else _to_dict(hf_config))
+        kind, must = type(hf_config).__name__, "must be a transformers config or a mapping"
+        is_config = isinstance(hf_config, Mapping) or hasattr(hf_config, "to_dict")
+        require(is_config, f"hf_config is a {kind}: {must}", UserTypeError)
+        entries = Entries(hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict())
         family: Any = entries.values.get("model_type")
         is_known = isinstance(family, str) and family in FAMILIES
         require(is_known, f"model_type {family!r} is not supported: must be one of {list(FAMILIES)}")
         _refuse_unsupported(entries, family)
-        num_heads, hidden_size = entries.integer("num_attention_heads"), entries.integer("hidden_size")
+        sizes = {field: entries.integer(key) for field, key in _SIZES.items()}
+        num_heads, hidden_size = sizes["num_heads"], sizes["hidden_size"]
         max_positions = entries.integer("max_position_embeddings", 2048 if family == "llama" else 32768)
         # Qwen2 has its QKV biases whatever the config says, Qwen3 and LLaMA only when it asks for them.
         attention_bias = family != "qwen2" and entries.flag("attention_bias")
@@ -79,11 +94,7 @@ class ModelConfig:
         of_family = num_heads if family == "llama" or "num_key_value_heads" in entries.values else 32
         config = cls(
             family=family,
-            vocab_size=entries.integer("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=entries.integer("intermediate_size"),
-            num_layers=entries.integer("num_hidden_layers"),
-            num_heads=num_heads,
+            **sizes,
             num_kv_heads=entries.integer("num_key_value_heads", of_family),
             head_dim=entries.integer("head_dim", 128 if family == "qwen3" else hidden_size // num_heads, least=2),
             rms_norm_eps=entries.number("rms_norm_eps", 1e-6),
@@ -112,17 +123,8 @@ class ModelConfig:
         return {
             "architectures": [_ARCHITECTURES[self.family]],
             "model_type": self.family,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
+            **{key: getattr(self, field) for field, key in (_SIZES | _OTHERS).items()},
             "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "max_position_embeddings": self.max_positions,
-            "tie_word_embeddings": self.tie_embeddings,
             "rope_theta": self.rope.theta,
             "rope_scaling": self.rope.to_hf() or None,
             "torch_dtype": self.dtype_name,
@@ -142,12 +144,6 @@ def read_config(folder: Path) -> ModelConfig:
     entries = read_json_object(path)
     with explaining(str(path), ValueError):
         return ModelConfig.from_hf(entries)
-
-
-def _to_dict(hf_config: Any) -> Mapping[str, Any]:
-    kind, must = type(hf_config).__name__, "must be a transformers config or a mapping"
-    require(hasattr(hf_config, "to_dict"), f"hf_config is a {kind}: {must}", UserTypeError)
-    return hf_config.to_dict()
 
 
 def _refuse_unsupported(entries: Entries, family: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +15,15 @@ from jaxtyping import Array, Float, Int
 from tca_jax.errors import require
 from tca_jax.models.json_object import Entries
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+# Type -> its entries of config.json beside the base and the original context.
+_ENTRIES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+}
+ROPE_TYPES = tuple(_ENTRIES)
 _MOST = float(np.finfo(np.float32).max)
 
 
@@ -55,10 +63,8 @@ class RopeConfig:
             fields["original_max_positions"] = max(1, int(original))
         if rope_type == "yarn":
             fields |= _yarn_fields(entries, max_positions / fields["original_max_positions"])
-        elif rope_type != "default":
-            fields["factor"] = entries.number("factor")
-        if rope_type == "llama3":
-            fields |= {key: entries.number(key) for key in ("low_freq_factor", "high_freq_factor")}
+        else:
+            fields |= {key: entries.number(key) for key in _ENTRIES[rope_type]}
         rope = cls(type=rope_type, **fields)
         # Beyond these, frequencies are no finite numbers of float32.
         if rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
@@ -71,16 +77,9 @@ class RopeConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The entries of `rope_scaling` in config.json; empty for the default type."""
-        keys = {
-            "default": (),
-            "linear": ("factor",),
-            "dynamic": ("factor",),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-            "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor"),
-        }[self.type]
         if self.type == "default":
             return {}
-        entries = {"rope_type": self.type} | {key: getattr(self, key) for key in keys}
+        entries = {"rope_type": self.type} | {key: getattr(self, key) for key in _ENTRIES[self.type]}
         if self.type in ("llama3", "yarn"):
             entries["original_max_position_embeddings"] = self.original_max_positions
         return entries
@@ -116,14 +115,10 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     wavelengths = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)  # over 2 pi
-    scale: Callable[[np.ndarray, RopeConfig], np.ndarray] = {
-        "default": lambda wavelengths, rope: 1 / wavelengths,
-        "dynamic": lambda wavelengths, rope: 1 / wavelengths,
-        "linear": lambda wavelengths, rope: 1 / wavelengths / np.float32(rope.factor),
-        "llama3": _llama3_frequencies,
-        "yarn": _yarn_frequencies,
-    }[rope.type]
-    return scale(wavelengths, rope).astype(np.float32)
+    if rope.type in ("llama3", "yarn"):
+        scaled = _llama3_frequencies if rope.type == "llama3" else _yarn_frequencies
+        return scaled(wavelengths, rope).astype(np.float32)
+    return 1 / wavelengths / np.float32(rope.factor if rope.type == "linear" else 1)
 
 
 @functools.lru_cache

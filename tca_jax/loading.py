@@ -75,14 +75,22 @@ class Checkpoint:
             FileNotFoundError: no such folder, or "shipped" where no profile lies beside the model.
             ValueError: a damaged profile, one of another shape, or a kept share that it cannot have.
         """
-        require_kept(profile, kept)
-        found = _resolve_profile(self.folder, profile)
-        if found is not None:
-            found.validate_for(self.config, None, self.name)
-        if kept is None:
-            return found
+        check_options(profile=profile, kept=kept)
+        if profile is None:
+            return None
+        from tca_jax.calibration.profile import Profile
         from tca_jax.calibration.worth_profile import WorthProfile
 
+        kinds = Profile, WorthProfile
+        require_type("profile", profile, (str, os.PathLike, *kinds), "a Profile, a folder, 'shipped' or None")
+        if profile == "shipped":
+            profile = self.folder / "profile"
+            none = f"profile = 'shipped': {self.folder} holds no profile folder; calibrate the model"
+            require(profile.is_dir(), none, FileNotFoundError)
+        found = profile if isinstance(profile, kinds) else Profile.load(profile)
+        found.validate_for(self.config, None, self.name)
+        if kept is None:
+            return found
         if not isinstance(found, WorthProfile):
             raise UserError(f"kept = {kept}: goes with a profile of predicted worth, not with one of the paper's rule")
         return found.with_kept(kept)
@@ -99,8 +107,7 @@ class Checkpoint:
         progress: Callable[[int, int], None] | None = None,
     ) -> LM:
         """Reads the weights; arguments, result and errors are those of `tca_jax.load`."""
-        dtype = check_dtype(dtype)
-        check_eight_bits(weights, kv)
+        dtype = check_options(dtype, weights, kv)
         if weights is None and read_quantization(self.folder) is not None:
             _require_e4m3(f"{self.name} has weights in fp8, which")
         if mesh is not None:
@@ -169,10 +176,8 @@ def load(
             the model (with the numbers that can), a GPU that has no e4m3.
         FileNotFoundError: a file of the checkpoint is missing (with its name).
     """
-    dtype = check_dtype(dtype)  # before anything is downloaded
-    check_eight_bits(weights, kv)
-    require_kept(profile, kept)
-    options = {"kept": kept, "dtype": dtype, "weights": weights, "kv": kv, "mesh": mesh, "progress": progress}
+    check_options(dtype, weights, kv, profile, kept)  # before anything is downloaded
+    options: Any = {"kept": kept, "dtype": dtype, "weights": weights, "kv": kv, "mesh": mesh, "progress": progress}
     return open_checkpoint(name_or_path, revision).load(profile, **options)
 
 
@@ -204,26 +209,28 @@ def _open_gguf(file: Path) -> Checkpoint:
         return Checkpoint(file, file.name, config, build_tokenizer(gguf.metadata), stop_token_ids(gguf.metadata))
 
 
-def check_dtype(dtype: Any) -> Any:
+def check_options(
+    dtype: Any = None, weights: str | None = None, kv: str | None = None, profile: Any = None, kept: float | None = None
+) -> Any:
     """The dtype of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU.
 
     Raises:
-        ValueError: not one that models run in.
+        ValueError: one that models do not run in, weights or caches that the default device cannot store so, or a kept
+            share that is out of range or comes without a profile.
     """
-    if dtype is None:
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    with explaining(f"dtype = {dtype}: must be float32, bfloat16 or float16", TypeError):
-        known = jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
-    require(known, f"dtype = {dtype}: must be float32, bfloat16 or float16")
-    return dtype
-
-
-def check_eight_bits(weights: str | None, kv: str | None) -> None:
-    """Raises ValueError unless weights and caches can be stored so on the default device."""
     for argument, value, known in (("weights", weights, WEIGHTS), ("kv", kv, KV)):
         require(value in (None, *known), f"{argument} = {value!r}: must be one of {list(known)}, or None")
         if value == "fp8":
             _require_e4m3(f"{argument} = {value!r}")
+    in_range = kept is None or (is_finite_number(kept) and 0 < kept <= 1)
+    require(in_range, f"kept = {kept!r}: must be in (0, 1]")
+    require(kept is None or profile is not None, f"kept = {kept}: goes with a profile of predicted worth")
+    if dtype is None:
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    with explaining(f"dtype = {dtype}: must be float32, bfloat16 or float16", TypeError):
+        is_known = jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
+    require(is_known, f"dtype = {dtype}: must be float32, bfloat16 or float16")
+    return dtype
 
 
 def _require_e4m3(given: str) -> None:
@@ -245,22 +252,21 @@ def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
     longest = f"must have at most {_LONGEST_NAME:,}"
     require(len(name) <= _LONGEST_NAME, f"name_or_path has {len(name):,} characters: {longest}")
     path = Path(name).expanduser()
-    if (file := gguf_path(path)) is not None:
-        _refuse_revision(revision, name)
-        return file
-    if path.is_dir():  # first: a folder of the user's own is never hidden by a name of ours
-        _refuse_dangling(path)
-        _refuse_revision(revision, name)
-        config = (path / "config.json").is_file()
-        neither = f"{path} holds neither config.json nor a GGUF file: not a checkpoint folder"
-        require(config, neither, FileNotFoundError)
-        return path
-    require(path.suffix != ".gguf", f"name_or_path = {name!r} does not exist", FileNotFoundError)
-    is_file = path.exists() or path.suffix == ".safetensors"
-    require(not is_file, f"name_or_path = {name!r} is a file: pass its folder, with config.json and *.safetensors")
-    if name.lower() in SHIPPED:
-        _refuse_revision(revision, name)
-        return _shipped_folder(name)
+    local = gguf_path(path) or (path if path.is_dir() else None)  # never hidden by a name of ours
+    if local is None:
+        require(path.suffix != ".gguf", f"name_or_path = {name!r} does not exist", FileNotFoundError)
+        is_file = path.exists() or path.suffix == ".safetensors"
+        require(not is_file, f"name_or_path = {name!r} is a file: pass its folder, with config.json and *.safetensors")
+        local = _shipped_folder(name) if name.lower() in SHIPPED else None
+    if local is not None:
+        here = f"{name!r} lies on this machine"
+        require(revision is None, f"revision = {revision!r} goes with a model of the Hub: {here}")
+        # Files of the Hub's cache are links, whose targets may be gone; such a file would count as left out on purpose.
+        for file in (file for pattern in _HUB_FILES if local.is_dir() for file in local.glob(pattern)):
+            require(file.exists(), f"{file} is a link, and the file it leads to is missing", FileNotFoundError)
+        neither = f"{local} holds neither config.json nor a GGUF file: not a checkpoint folder"
+        require(not local.is_dir() or (local / "config.json").is_file(), neither, FileNotFoundError)
+        return local
     hub_id = ALIASES.get(name.lower(), name)
     if hub_id.count("/") != 1 or name.startswith((".", "/", "~")):
         known = [*SHIPPED, *ALIASES]
@@ -272,32 +278,14 @@ def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
     return _download(hub_id, revision)
 
 
-def _refuse_revision(revision: str | None, name: str) -> None:
-    local = f"{name!r} lies on this machine"
-    require(revision is None, f"revision = {revision!r} goes with a model of the Hub: {local}")
-
-
-def _refuse_dangling(folder: Path) -> None:
-    """Files of the Hub's cache are links, whose targets may be gone; such a file would count as left out on purpose."""
-    for pattern in _HUB_FILES:
-        for path in folder.glob(pattern):
-            dangling = path.is_symlink() and not path.exists()
-            require(not dangling, f"{path} is a link, and the file it leads to is missing", FileNotFoundError)
-
-
 def _download(hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
         with explaining(f"name_or_path = {hub_id!r} is not a valid Hub id", HFValidationError):
             return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except OSError as error:
         reason = f"could not be downloaded and is not in the local Hub cache ({type(error).__name__}: {error})"
         if isinstance(error, RepositoryNotFoundError):
             reason = (
@@ -344,30 +332,6 @@ def _eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, 
             return tuple(ids)
     eos = getattr(tokenizer, "eos_token_id", None)
     return () if eos is None else (eos,)
-
-
-def require_kept(profile: Any, kept: float | None) -> None:
-    """Raises ValueError if a kept share is out of range or comes without a profile."""
-    known = kept is None or (is_finite_number(kept) and 0 < kept <= 1)
-    require(known, f"kept = {kept!r}: must be in (0, 1]")
-    require(kept is None or profile is not None, f"kept = {kept}: goes with a profile of predicted worth")
-
-
-def _resolve_profile(folder: Path, profile: Any) -> Profile | WorthProfile | None:
-    if profile is None:
-        return None
-    from tca_jax.calibration.profile import Profile
-    from tca_jax.calibration.worth_profile import WorthProfile
-
-    kinds = Profile, WorthProfile
-    require_type("profile", profile, (str, os.PathLike, *kinds), "a Profile, a folder, 'shipped' or None")
-    if isinstance(profile, kinds):
-        return profile
-    if profile != "shipped":
-        return Profile.load(profile)
-    none = f"profile = 'shipped': {folder} holds no profile folder; calibrate the model"
-    require((folder / "profile").is_dir(), none, FileNotFoundError)
-    return Profile.load(folder / "profile")
 
 
 def shipped_profile(name: str = SHIPPED[0]) -> Path:

@@ -73,11 +73,10 @@ def calibrate(
     from tca_jax.calibration.run import require_length
     from tca_jax.calibration.worth_profile import packed_texts
     from tca_jax.engine.prompts import encode_prompt
-    from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
+    from tca_jax.loading import check_options, open_checkpoint
 
     with naming_options("dtype", "weights"):
-        check_dtype(dtype)
-        check_eight_bits(weights, None)
+        check_options(dtype, weights)
     checkpoint = open_checkpoint(model)
     sequences: list[Any] = []
     options: dict[str, Any] = {}

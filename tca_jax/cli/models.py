@@ -36,16 +36,14 @@ _SOURCES = {
 def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple[Checkpoint, Callable[[], LM]]]:
     """The checkpoint of a model, and a function that reads its weights, for `rows` prompts at once."""
     from tca_jax.engine.mesh import parse_mesh
-    from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint, require_kept
+    from tca_jax.loading import check_options, open_checkpoint
     from tca_jax.methods.written import parse_parts
     from tca_jax.models.sharding import DATA, axis_size
     from tca_jax.pallas_kernels.backends import check_backend
 
     with naming_options("dtype", "weights", "kv", "backend", "kept"):
-        check_dtype(options.dtype)
-        check_eight_bits(options.weights, options.kv)
+        check_options(options.dtype, options.weights, options.kv, options.profile, options.kept)
         check_backend(options.backend)
-        require_kept(options.profile, options.kept)
     parts = None if options.method is None else parse_parts(options.method, "--method")
     mesh = None if options.mesh is None else parse_mesh(options.mesh, "--mesh")
     devices = axis_size(mesh, DATA)
