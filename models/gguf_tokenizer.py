@@ -35,20 +35,13 @@ _LLAMA3 = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """How llama.cpp cuts text into words before it merges bytes."""
-
-    patterns: tuple[str, ...]  # each cuts the pieces of the one before, into matches and text between them
-    ignore_merges: bool = False  # whether a word that is a token needs no merges
-    add_bos: bool = False  # where the file does not say
-
-
+# Pre-tokenizer -> how llama.cpp cuts text into words before it merges bytes: each pattern cuts the pieces of the one
+# before, into matches and text between them.
 _SPLITS = {
-    "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "smollm": _Split((r"\p{N}", _GPT2)),
-    "llama-bpe": _Split((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "qwen2": _Split((_LLAMA3.replace("{1,3}", ""),)),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "smollm": (r"\p{N}", _GPT2),
+    "qwen2": (_LLAMA3.replace("{1,3}", ""),),
+    "llama-bpe": (_LLAMA3,),  # with it, a word that is a token needs no merges, and the first token is added
 }
 _SYNONYMS = {
     "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
@@ -108,8 +101,8 @@ class _File(Entries):
         return cls({key.removeprefix("tokenizer."): value for key, value in metadata.items()}, "tokenizer.{}")
 
     @functools.cached_property
-    def split(self) -> _Split | None:
-        """How text is cut; None for SentencePiece."""
+    def split(self) -> tuple[str, ...] | None:
+        """Patterns that cut text; None for SentencePiece."""
         kind, name = self.values.get("ggml.model"), self.values.get("ggml.pre")
         if kind not in ("gpt2", "llama"):
             self.refuse("ggml.model", "'gpt2' (byte-level BPE) or 'llama' (SentencePiece)")
@@ -165,11 +158,11 @@ class _File(Entries):
         return [AddedToken(self.tokens[i], normalized=False, special=special) for i in found]
 
 
-def _bytes_bpe(file: _File, split: _Split) -> Tokenizer:
+def _bytes_bpe(file: _File, split: tuple[str, ...]) -> Tokenizer:
     merges = dict.fromkeys(tuple(merge.split(" ", 1)) for merge in file.get("ggml.merges"))  # the first of equal ones
     with explaining("tokenizer.ggml.merges must be pairs of tokens that make a third"):
-        backend = Tokenizer(models.BPE(file.ids, list(merges), ignore_merges=split.ignore_merges))
-    parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+        backend = Tokenizer(models.BPE(file.ids, list(merges), ignore_merges=split == (_LLAMA3,)))
+    parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*parts, to_bytes])
     backend.decoder = decoders.ByteLevel()
@@ -202,7 +195,7 @@ def _merges_of_scores(file: _File) -> list[tuple[str, str]]:
 
 def _post_processor(file: _File) -> processors.TemplateProcessing:
     """Adds the first and the last token to a text, if flagged."""
-    flags = {"bos": file.split is None or file.split.add_bos, "eos": False}
+    flags = {"bos": file.split in (None, (_LLAMA3,)), "eos": False}
     special = {}
     for name in (name for name, default in flags.items() if file.flag(f"ggml.add_{name}_token", default)):
         if (token := file.id(name)) is None:

@@ -126,12 +126,8 @@ def load_checkpoint(
     made = nnx.eval_shape(
         lambda: Decoder(config, dtype=dtype, param_dtype=E4M3 if in_eight_bits else dtype, rngs=nnx.Rngs(0))
     )
-    found, quantized = parameters(made), {}
-    if in_eight_bits:
-        by_path = {each.path: each for each in found}
-        of_codes = [path[:-1] for path in by_path if path[-1] == "codes"]
-        quantized = {(*path, "kernel"): [by_path[*path, part] for part in ("codes", "scale")] for path in of_codes}
-        found = abstract_parameters(config, dtype, dtype)
+    by_path = {each.path: each for each in parameters(made)}
+    found = abstract_parameters(config, dtype, dtype) if in_eight_bits else by_path.values()
     # The largest tensors, embedding and head, first: host memory is not yet full then.
     found = sorted(found, key=lambda parameter: parameter.layer is not None)
     wanted = {name: parameter for parameter in found for name in parameter.names}
@@ -144,25 +140,19 @@ def load_checkpoint(
     with within(mesh):
         for parameter, tensors in _read(stored, wanted, mesh, progress):
             scales = [_scales(stored, name, block) for name in parameter.names]
-            to = quantized.get(parameter.path)
-            value = join_tensors(
-                tensors,
-                scales,
-                layout=parameter.layout,
-                dtype=jnp.dtype(jnp.float32) if rounded_twice or to else dtype,
-                block=block,
-                spec=parameter.spec,
-                mesh=mesh,
-            )
+            stays = parameter.path in by_path  # or it is quantized
+            options: Any = {"layout": parameter.layout, "block": block, "spec": parameter.spec, "mesh": mesh}
+            options["dtype"] = dtype if stays and not rounded_twice else jnp.dtype(jnp.float32)
+            value = join_tensors(tensors, scales, **options)
             del tensors
             if fingerprint_is_stale:
                 checksums |= tensor_checksums(parameter, value)
             parts = [(parameter, value)]
-            if to:
-                codes, scale = to
+            if not stays:
+                codes, scale = (by_path[*parameter.path[:-1], part] for part in ("codes", "scale"))
                 known = None if block or any(each is None for each in scales) else scales
-                options: Any = {"layout": scale.layout, "specs": (codes.spec, scale.spec), "mesh": mesh}
-                parts = list(zip(to, quantize_kernel(value, known, **options), strict=True))
+                options = {"layout": scale.layout, "specs": (codes.spec, scale.spec), "mesh": mesh}
+                parts = list(zip((codes, scale), quantize_kernel(value, known, **options), strict=True))
             del value
             for each, part in parts:
                 part = reorder_heads(part.astype(each.variable.dtype), each, head_orders)

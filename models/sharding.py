@@ -116,17 +116,11 @@ def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
     given = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     fits = mesh.axis_names and set(mesh.axis_names) <= {DATA, MODEL}
     require(fits, f"mesh = ({given}): its axes must be {DATA!r} and {MODEL!r}, or one of them")
-    devices = axis_size(mesh, MODEL)
-    sizes = {
-        f"{config.num_kv_heads} KV heads": config.num_kv_heads,
-        f"an inner width of {config.intermediate_size}": config.intermediate_size,
-        f"a width of {config.hidden_size}": config.hidden_size,
-    }
-    most = math.gcd(*sizes.values())
-    allowed = _listed([number for number in range(1, most + 1) if most % number == 0])
-    for words, size in sizes.items():
-        fits = size % devices == 0
-        require(fits, f"mesh = ({given}): {MODEL}={devices} devices, but {name} has {words}: {allowed}")
+    devices, sizes = axis_size(mesh, MODEL), (config.num_kv_heads, config.intermediate_size, config.hidden_size)
+    allowed = [number for number in range(1, config.num_kv_heads + 1) if math.gcd(*sizes) % number == 0]
+    words = "{} KV heads, an inner width of {} and a width of {}".format(*sizes)
+    must = f"the devices must be one of {allowed}, which divide all three"
+    require(devices in allowed, f"mesh = ({given}): {MODEL}={devices} devices, but {name} has {words}: {must}")
 
 
 def whole_mesh(mesh: Mesh) -> Mesh:
@@ -222,9 +216,3 @@ def abstract_parameters(
     """Every parameter of a decoder of this shape, without values; cached, because many layers take seconds."""
     dtypes = {"dtype": dtype, "param_dtype": param_dtype}
     return tuple(parameters(nnx.eval_shape(lambda: Decoder(config, **dtypes, rngs=nnx.Rngs(0)))))
-
-
-def _listed(numbers: list[int]) -> str:
-    """ "1, 2 or 4 fit"."""
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last} fit" if most else f"only {last} fits"

@@ -13,9 +13,8 @@ from tca_jax.functional import select
 from tca_jax.methods.base import last_queries
 from tca_jax.methods.config import TCAConfig
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_shapes
-from tca_jax.pallas_kernels.column_mass import row_log_sum_exp
-from tca_jax.pallas_kernels.kernel_math import divide_up
-from tca_jax.pallas_kernels.numerics import round_up, scaled_scores
+from tca_jax.pallas_kernels.numerics import round_up
+from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, attend_span
 from tca_jax.pallas_kernels.tiles import default_tiles, heads_first, tile_map
 
 
@@ -98,36 +97,28 @@ def _dropped_mass(
     lengths: Int[Array, " B"],
     config: TCAConfig,
 ) -> Float32[Array, "B Hq L"]:
-    """Sums the probabilities of dropped tokens a query tile at a time, left of its window: O(L) memory."""
+    """Attention whose values are 1 for dropped tokens left of the window and 0 for others: O(L) memory."""
     batch, length, q_heads, _ = q.shape
     kv_heads = k.shape[2]
     group = q_heads // kv_heads
     tiles = default_tiles(config.block_size, length)
-    norms = row_log_sum_exp(q, k, lengths, block_size=config.block_size, tiles=tiles)
     padded_q, padded_k = round_up(length, tiles.queries), round_up(length, tiles.keys)
     queries, keys = heads_first(q, kv_heads, padded_q), heads_first(k, kv_heads, padded_k)
-    norms = heads_first(norms[..., None], kv_heads, padded_q)[:, 0]
-    dropped = jnp.pad(~selected, ((0, 0), (0, 0), (0, padded_k - length))).reshape(-1)
+    dropped = jnp.pad(~selected, ((0, 0), (0, 0), (0, padded_k - length))).reshape(-1, 1).astype(jnp.float32)
     num_tiles, size = padded_q // tiles.queries, tiles.queries * group
 
     def one_tile(index: Array) -> Float32[Array, " R"]:
         region, number = jnp.divmod(index, num_tiles)  # region: (row, KV head)
         rows = jax.lax.dynamic_slice_in_dim(queries, index * size, size)
-        norm = jax.lax.dynamic_slice_in_dim(norms, index * size, size)[:, None]
         position = jnp.repeat(number * tiles.queries + jnp.arange(tiles.queries), group)
         edge = jnp.maximum(0, position // config.block_size * config.block_size - config.window)
         valid = position < lengths[region // kv_heads]
-
-        def step(i: Array, gamma: Array) -> Array:
-            start = region * padded_k + i * tiles.keys
-            scores = scaled_scores("rd,kd->rk", rows, jax.lax.dynamic_slice_in_dim(keys, start, tiles.keys))
-            counted = i * tiles.keys + jnp.arange(tiles.keys) < edge[:, None]
-            counted &= jax.lax.dynamic_slice_in_dim(dropped, start, tiles.keys)
-            return gamma + jnp.where(counted, jnp.exp(scores - norm), 0).sum(axis=-1)
-
-        trips = jnp.where(valid[0], divide_up(edge[-1], tiles.keys), 0)
-        gamma = jax.lax.fori_loop(0, trips, step, jnp.zeros(size, jnp.float32))
-        return jnp.where(valid, jnp.minimum(gamma, 1), 0)
+        end = jnp.where(valid[0], position[-1] + 1, 0)
+        far = Span(region * padded_k, jnp.int32(0), jnp.minimum(end, edge[-1]), jnp.zeros_like(edge), edge)
+        near = Span(region * padded_k, edge[0], end, edge, position + 1)
+        mass = attend_span(rows, KeyValues(keys, dropped), far, OnlineSoftmax.empty(size, 1), tiles.keys)
+        mass = attend_span(rows, KeyValues(keys, jnp.zeros_like(dropped)), near, mass, tiles.keys)
+        return jnp.where(valid, jnp.minimum(mass.attention()[:, 0], 1), 0)
 
     gamma = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)
     gamma = gamma.reshape(batch, kv_heads, padded_q, group)[:, :, :length]

@@ -107,10 +107,10 @@ def test_heads_are_exchanged_on_every_mesh(axes, shape, kind, config_entries):
 @pytest.mark.parametrize(
     ("shape", "changes", "message"),
     [
-        ({"data": 1, "model": 8}, {}, r"mesh = \(data=1, model=8\): .* tiny has 4 KV heads: 1, 2 or 4"),
+        ({"data": 1, "model": 8}, {}, r"mesh = \(data=1, model=8\): .* tiny has 4 KV heads, .*one of \[1, 2, 4\]"),
         ({"data": 1, "tensor": 2}, {}, r"mesh = \(data=1, tensor=2\): its axes must be 'data' and"),
-        ({"model": 4}, {"intermediate_size": 50}, "model=4 devices, but tiny has an inner width of 50: 1 or 2 fit"),
-        ({"model": 4}, {"hidden_size": 33}, "model=4 devices, but tiny has a width of 33: only 1 fits"),
+        ({"model": 4}, {"intermediate_size": 50}, r"model=4 devices, but tiny has .* an inner width of 50 .*\[1, 2\]"),
+        ({"model": 4}, {"hidden_size": 33}, r"model=4 devices, but tiny has .* a width of 33: .*\[1\]"),
         ({"data": 2, "model": 4}, {}, None),
         ({"data": 5}, {}, None),
     ],
