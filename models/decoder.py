@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import require
 from tca_jax.models.config import ModelConfig
+from tca_jax.models.names import MODEL
 from tca_jax.models.projections import QuantizedLinear, by_chunks, dot_general, is_quantized, precision_of
 from tca_jax.models.rope import apply_rope, rope_cos_sin
 
@@ -23,6 +24,7 @@ from tca_jax.models.rope import apply_rope, rope_cos_sin
 Attention = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
 
 _INIT_STD = 0.02
+_SMALL_SUM = 2**18  # bytes; XLA computes sums up to this size in one kernel, in which each device reads all the others
 _CHUNK_ELEMENTS = 2**27  # of the MLP's inner width times the tokens of a chunk: 256 MiB in bfloat16
 
 
@@ -32,25 +34,6 @@ def chunk_size(config: ModelConfig) -> int:
     A power of two, because padded lengths are multiples of one: the last chunk is then rarely a shorter one.
     """
     return 2 ** int(math.log2(max(1, _CHUNK_ELEMENTS // config.intermediate_size)))
-
-
-def _unchanged(x: Array) -> Array:
-    return x
-
-
-@dataclasses.dataclass(frozen=True)
-class Collectives:
-    """How a decoder computes with its weights if they are a shard of the model's: see `models.sharding`.
-
-    The defaults are for a decoder with all weights: nothing to sum, to gather or to slice.
-    """
-
-    sum_parts: Callable[[Array], Array] = _unchanged  # products of `o`, `down` or `head` over a contracted shard
-    gather_width: Callable[[Array], Array] = _unchanged  # [..., shard of D] to [..., D]: behind the embedding
-    slice_width: Callable[[Array], Array] = _unchanged  # [..., D] to [..., shard of D]: before the head
-
-
-_ALL_WEIGHTS = Collectives()
 
 
 class RMSNorm(nnx.Module):
@@ -77,7 +60,7 @@ class _Maker:
     config: ModelConfig
     dtype: DTypeLike
     param_dtype: DTypeLike
-    sum_parts: Callable[[Array], Array]
+    sharded: bool
     rngs: nnx.Rngs
 
     @property
@@ -102,7 +85,7 @@ class _Maker:
 
         With `sums`, x and W may be parts, whose products are summed.
         """
-        init, finish = functools.partial(_normal, std=std), self.sum_parts if sums else _unchanged
+        init, finish = functools.partial(_normal, std=std), sum_parts if sums and self.sharded else _unchanged
         options = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": self.rngs} | options
         if is_quantized(options["param_dtype"]):
             del options["param_dtype"]
@@ -144,7 +127,11 @@ class SelfAttention(nnx.Module):
             by_kv_head = self.qkv(x)
             q = by_kv_head[..., :-2, :].reshape(*x.shape[:-1], -1, self.head_dim)
             k, v = by_kv_head[..., -2, :], by_kv_head[..., -1, :]
-        return _norm_and_rotate(q, self.q_norm, cos, sin), _norm_and_rotate(k, self.k_norm, cos, sin), v
+        if self.q_norm is not None and self.k_norm is not None:
+            with jax.named_scope("qk_norm"):
+                q, k = self.q_norm(q), self.k_norm(k)
+        with jax.named_scope("rope"):
+            return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
     def output(self, out: Float[Array, "*tokens Hq d"]) -> Float[Array, "*tokens D"]:
         """The output projection, back to the residual stream."""
@@ -178,16 +165,9 @@ class DecoderLayer(nnx.Module):
         self.mlp = GatedMLP(make)
         self.chunks = chunks
 
-    def __call__(
-        self,
-        x: Float[Array, "B L D"],
-        cos: Float[Array, "B L half"],
-        sin: Float[Array, "B L half"],
-        attention: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
-        state: Any,
-    ) -> tuple[Float[Array, "B L D"], Any]:
-        """The new residual stream and state; `attention(q, k, v, state)` returns the attention and the new state."""
-        out, state = self.attend(x, cos, sin, attention, state)
+    def __call__(self, x: Float[Array, "B L D"], *of_attention: Any) -> tuple[Float[Array, "B L D"], Any]:
+        """The new residual stream and state; arguments are those of `attend`."""
+        out, state = self.attend(x, *of_attention)
         return self.after_attention(x, out), state
 
     def attend(
@@ -198,7 +178,7 @@ class DecoderLayer(nnx.Module):
         attention: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
         state: Any,
     ) -> tuple[Float[Array, "B L Hq d"], Any]:
-        """The first half of the layer: attention's output, and the new state."""
+        """The first half of the layer: `attention(q, k, v, state)` returns the attention and the new state."""
 
         def project(x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
             return self.attention.project(self.attention_norm(x), cos, sin)
@@ -228,7 +208,7 @@ class Decoder(nnx.Module):
         param_dtype: Dtype that the weights are stored in; they are cast to `dtype` where they are used. An eight-bit
             one is that of projections and MLP, with scales (`models.projections`); all others are in `dtype`.
         chunks: Tokens of the chunks in one step of a layer's loops over tokens; None for `chunk_size(config)`.
-        collectives: How to compute with weights that are a shard of a model's; by default they are all weights.
+        sharded: Whether the weights are a shard of the model's, under `jax.shard_map` (`models.sharding`).
         rngs: Keys of the random initialisation: normal(0.02), projections into the residual stream scaled by
             1 / sqrt(2 layers).
     """
@@ -240,12 +220,12 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.bfloat16,
         chunks: tuple[int, ...] | None = None,
-        collectives: Collectives = _ALL_WEIGHTS,
+        sharded: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        self.config, self.collectives = config, collectives
+        self.config, self.sharded = config, sharded
         self.dtype, self.param_dtype = jnp.dtype(dtype), jnp.dtype(param_dtype)
-        make, width = _Maker(config, self.dtype, self.param_dtype, collectives.sum_parts, rngs), config.hidden_size
+        make, width = _Maker(config, self.dtype, self.param_dtype, sharded, rngs), config.hidden_size
         self.embedding = nnx.Param(_normal(rngs.params(), (config.vocab_size, width), make.outer_dtype))
         of_layer = chunks or (chunk_size(config),)
         self.layers = nnx.List([DecoderLayer(make, of_layer) for _ in range(config.num_layers)])
@@ -296,7 +276,7 @@ class Decoder(nnx.Module):
         """The residual stream that the first layer gets; ids outside the vocabulary are clipped into it."""
         with jax.named_scope("embed"):
             rows = self.embedding[...].at[tokens].get(mode="clip").astype(self.dtype)
-            return self.collectives.gather_width(rows)
+            return gather_width(rows) if self.sharded else rows
 
     def angles(self, positions: Int[Array, "B L"]) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
         """Cosines and sines of RoPE, which every layer gets."""
@@ -306,7 +286,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Scores of the next token, float32, from hidden states after the final norm."""
         with jax.named_scope("logits"):
-            hidden = self.collectives.slice_width(hidden)
+            hidden = slice_width(hidden) if self.sharded else hidden
             if self.head is not None:
                 return self.head(hidden)
             # The embedding's second axis is contracted: no transposed copy of it (`nnx.Embed.attend` makes one, and
@@ -315,29 +295,47 @@ class Decoder(nnx.Module):
                 hidden,
                 self.embedding[...].astype(hidden.dtype),
                 (((hidden.ndim - 1,), (1,)), ((), ())),
-                finish=self.collectives.sum_parts,
+                finish=sum_parts if self.sharded else _unchanged,
                 precision=precision_of(hidden.dtype),
                 preferred_element_type=jnp.float32,
             )
 
 
-def _norm_and_rotate(
-    heads: Float[Array, "*tokens H d"],
-    norm: RMSNorm | None,
-    cos: Float[Array, "*tokens half"],
-    sin: Float[Array, "*tokens half"],
-) -> Float[Array, "*tokens H d"]:
-    """Queries or keys as attention takes them."""
-    if norm is not None:
-        with jax.named_scope("qk_norm"):
-            heads = norm(heads)
-    with jax.named_scope("rope"):
-        return apply_rope(heads, cos, sin)
-
-
 def _normal(key: Array, shape: tuple[int, ...], dtype: DTypeLike, std: float = _INIT_STD) -> Array:
     """normal(std), drawn in float32: an initialiser in Flax's form."""
     return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def _unchanged(x: Array) -> Array:
+    return x
+
+
+def sum_parts(product: Array) -> Array:
+    """The product over a contracted axis of which each device has a part.
+
+    Of one row that is computed as two, both are summed: a slice in front of the sum would be a kernel of its own.
+    """
+    return jax.lax.psum(product, MODEL)
+
+
+def gather_width(x: Float[Array, "*tokens part"]) -> Float[Array, "*tokens D"]:
+    """All features of tokens of which each device on "model" has a part.
+
+    For few tokens the devices sum their parts, padded with zeros: XLA has a kernel of its own for small sums. Gathers
+    are NCCL's; the host takes longer to launch one than for the rest of the beginning of a decoding step.
+    """
+    devices = jax.lax.axis_size(MODEL)
+    if devices * x.size * x.dtype.itemsize > _SMALL_SUM:
+        return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
+    mine = jnp.arange(devices)[:, None] == jax.lax.axis_index(MODEL)
+    parts = jnp.where(mine, x[..., None, :], 0)
+    return jax.lax.psum(parts.reshape(*x.shape[:-1], -1), MODEL)
+
+
+def slice_width(x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens part"]:
+    """This device's part of features that all devices on "model" have."""
+    width = x.shape[-1] // jax.lax.axis_size(MODEL)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(MODEL) * width, width, axis=-1)
 
 
 @functools.lru_cache(maxsize=8)

@@ -26,7 +26,7 @@ from tca_jax.models.json_object import LFS_POINTER, Entries, is_lfs_pointer
 from tca_jax.models.rope import RopeConfig, inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # a file of llama.cpp's gguf-split: each has a header
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(?!00000)(\d{5})\.gguf")  # a file of llama.cpp's gguf-split: each has a header
 _PIECE = re.compile(r"(.+\.gguf)\.(\d{1,4})")  # a piece of one file, as `split -d` names them
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # value type -> struct format
@@ -192,7 +192,7 @@ def find_gguf(path: Path) -> Path | None:
     if path.is_dir():
         if (path / "config.json").exists() and any(path.glob("*.safetensors*")):
             return None
-        found = {_first(each) for each in map(_file, path.iterdir()) if each.suffix == ".gguf"}
+        found = {_parts(each)[0] for each in map(_file, path.iterdir()) if each.suffix == ".gguf"}
         names = ", ".join(sorted(each.name for each in found))
         require(len(found) <= 1, f"{path} holds several GGUF checkpoints ({names}): pass the path of one")
         return next(iter(found), None)
@@ -271,22 +271,11 @@ def _file(path: Path) -> Path:
     return path.with_name(match[1]) if (match := _PIECE.fullmatch(path.name)) else path
 
 
-def _first(path: Path) -> Path:
-    """One path for all files of a checkpoint."""
-    match = _SPLIT.fullmatch(path.name)
-    return path.with_name(f"{match[1]}-00001-of-{match[3]}.gguf") if match else path
-
-
 def _parts(path: Path) -> list[Path]:
     """The files of a checkpoint that gguf-split has made, or the only one."""
     if not (match := _SPLIT.fullmatch(path.name)):
         return [path]
-    count = int(match[3])
-    files = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
-    missing = [file for file in files if not file.exists() and not _pieces(file)]
-    given = f"{(missing or [path])[0]} is missing: the checkpoint has {count} files"
-    require(files and not missing, given, FileNotFoundError)
-    return files
+    return [path.with_name(f"{match[1]}-{n:05}-of-{match[3]}.gguf") for n in range(1, int(match[3]) + 1)]
 
 
 def _pieces(path: Path) -> list[Path]:
@@ -309,7 +298,7 @@ class _Bytes:
     @classmethod
     def open(cls, path: Path) -> _Bytes:
         files = [path] if path.exists() else _pieces(path)
-        require(files, f"{path} does not exist", FileNotFoundError)
+        require(files, f"{path} is missing", FileNotFoundError)
         ends = [0, *itertools.accumulate(file.stat().st_size for file in files)]
         return cls(path, tuple(zip(files, ends, ends[1:], strict=False)))
 

@@ -199,7 +199,7 @@ def _post_processor(file: _File) -> processors.TemplateProcessing:
     special = {}
     for name in (name for name, default in flags.items() if file.flag(f"ggml.add_{name}_token", default)):
         if (token := file.id(name)) is None:
-            file.refuse(f"ggml.add_{name}_token", f"false where there is no tokenizer.ggml.{name}_token_id")
+            return file.refuse(f"ggml.add_{name}_token", f"false where there is no tokenizer.ggml.{name}_token_id")
         special[name] = {"id": name, "ids": [token], "tokens": [file.tokens[token]]}
     before, after = ([name] if name in special else [] for name in ("bos", "eos"))
     single, second = ([*before, part, *after] for part in ("$A", "$B"))

@@ -14,8 +14,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from tca_jax.models.decoder import Decoder
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CODES = "F8_E4M3"  # safetensors' name of e4m3
 MODEL = "model"  # the mesh axis that a model's weights are split over
@@ -140,7 +138,7 @@ class Parameter:
         return dict(zip(self.names, self.layout.tensor_shapes, strict=True))
 
 
-def parameters(decoder: Decoder) -> list[Parameter]:
+def parameters(decoder: nnx.Module) -> list[Parameter]:
     """Every parameter of the decoder, with its tensors."""
     return [_parameter(path, variable) for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param))]
 

@@ -127,9 +127,9 @@ def load_checkpoint(
         lambda: Decoder(config, dtype=dtype, param_dtype=E4M3 if in_eight_bits else dtype, rngs=nnx.Rngs(0))
     )
     by_path = {each.path: each for each in parameters(made)}
-    found = abstract_parameters(config, dtype, dtype) if in_eight_bits else by_path.values()
+    read = abstract_parameters(config, dtype, dtype) if in_eight_bits else by_path.values()
     # The largest tensors, embedding and head, first: host memory is not yet full then.
-    found = sorted(found, key=lambda parameter: parameter.layer is not None)
+    found = sorted(read, key=lambda parameter: parameter.layer is not None)
     wanted = {name: parameter for parameter in found for name in parameter.names}
     _check_tensors(folder, wanted, stored, format_, only_codes=only_codes)
     rounded_twice = dtype == jnp.float16 and any(stored[name].dtype == "F32" for name in wanted)

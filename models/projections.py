@@ -114,16 +114,15 @@ def is_quantized(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype) == E4M3
 
 
-def scale_of(x: Float[Array, "*rows n"]) -> Float32[Array, "*rows"]:
-    """The scale of each vector along the last axis, with which its largest entry has the largest code."""
-    return jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32) / LARGEST_CODE
-
-
 def quantize(
     x: Float[Array, "*rows n"], scale: Float32[Array, "*rows"] | None = None
 ) -> tuple[Num[Array, "*rows n"], Float32[Array, "*rows"]]:
-    """E4M3 codes of vectors along the last axis, and scales (by default `scale_of(x)`); x is nearly codes * scale."""
-    scale = jnp.maximum(scale_of(x) if scale is None else scale, _LEAST_SCALE)
+    """E4M3 codes of vectors along the last axis, and scales; x is nearly codes * scale.
+
+    By default the largest entry of a vector has the largest code.
+    """
+    scale = jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32) / LARGEST_CODE if scale is None else scale
+    scale = jnp.maximum(scale, _LEAST_SCALE)
     # Out of range, e4m3 is NaN.
     codes = jnp.clip(x.astype(jnp.float32) * (1 / scale)[..., None], -LARGEST_CODE, LARGEST_CODE)
     return codes.astype(E4M3), scale

@@ -26,11 +26,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from tca_jax.errors import require, require_type
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.decoder import Collectives, Decoder, chunk_size
+from tca_jax.models.decoder import Decoder, chunk_size
 from tca_jax.models.names import MODEL, Parameter, parameters
 
 DATA = "data"  # the mesh axis that the rows of a batch are split over
@@ -41,7 +41,6 @@ _OVERLAPPING = (14, 18, 15, 17)  # sixteenths of a chunk: the four chunks of a s
 # combines the sums of neighbouring chunks if they have at most 30 MiB together, and their products too, and both then
 # wait. Whole sums, as now, would allow smaller chunks on many devices; these are the sizes that were measured.
 _PART_ELEMENTS = 2**23
-_SMALL_SUM = 2**18  # bytes; XLA computes sums up to this size in one kernel, in which each device reads all the others
 
 
 @functools.lru_cache(maxsize=8)
@@ -57,9 +56,8 @@ def device_graphdef(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLik
         num_kv_heads=config.num_kv_heads // devices,
         intermediate_size=config.intermediate_size // devices,
     )
-    collectives = Collectives(_sum_parts, gather_width, slice_width)
     options: Any = {"dtype": dtype, "param_dtype": param_dtype, "chunks": _overlapping_chunks(config, devices)}
-    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(part, collectives=collectives, **options, rngs=nnx.Rngs(0))))
+    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(part, sharded=True, **options, rngs=nnx.Rngs(0))))
 
 
 def _overlapping_chunks(config: ModelConfig, devices: int) -> tuple[int, ...]:
@@ -72,34 +70,6 @@ def _overlapping_chunks(config: ModelConfig, devices: int) -> tuple[int, ...]:
     least = -(-devices * _PART_ELEMENTS // config.hidden_size)
     chunk = max(chunk_size(config), 1 << max(0, least - 1).bit_length())
     return tuple(max(1, part * chunk // 16) for part in _OVERLAPPING)
-
-
-def _sum_parts(product: Array) -> Array:
-    """The product over a contracted axis of which each device has a part.
-
-    Of one row that is computed as two, both are summed: a slice in front of the sum would be a kernel of its own.
-    """
-    return jax.lax.psum(product, MODEL)
-
-
-def gather_width(x: Float[Array, "*tokens part"]) -> Float[Array, "*tokens D"]:
-    """All features of tokens of which each device on "model" has a part.
-
-    For few tokens the devices sum their parts, padded with zeros: XLA has a kernel of its own for small sums. Gathers
-    are NCCL's; the host takes longer to launch one than for the rest of the beginning of a decoding step.
-    """
-    devices = jax.lax.axis_size(MODEL)
-    if devices * x.size * x.dtype.itemsize > _SMALL_SUM:
-        return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
-    mine = jnp.arange(devices)[:, None] == jax.lax.axis_index(MODEL)
-    parts = jnp.where(mine, x[..., None, :], 0)
-    return jax.lax.psum(parts.reshape(*x.shape[:-1], -1), MODEL)
-
-
-def slice_width(x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens part"]:
-    """This device's part of features that all devices on "model" have."""
-    width = x.shape[-1] // jax.lax.axis_size(MODEL)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(MODEL) * width, width, axis=-1)
 
 
 def axis_size(mesh: Mesh | AbstractMesh | None, axis: str) -> int:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from random_decoders import assert_equal_weights, random_decoder, with_heads
 
-from tca_jax.models import sharding
+from tca_jax.models import decoder
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import parameters
@@ -73,11 +73,11 @@ def test_results_do_not_depend_on_the_heads_order(family, group, config_entries)
 def test_the_width_is_gathered_exactly(tokens, operation, dtype, monkeypatch):
     whole = jax.random.normal(jax.random.key(tokens), (1, tokens, 24), dtype)
     whole = whole.at[:, 0, :2].set(jnp.array([jnp.inf, -jnp.inf], dtype))  # zeros of others do not touch them
-    monkeypatch.setattr(sharding, "_SMALL_SUM", 16 * 24 * whole.dtype.itemsize)
+    monkeypatch.setattr(decoder, "_SMALL_SUM", 16 * 24 * whole.dtype.itemsize)
     split = PartitionSpec(None, None, "model")
     # Each device returns the whole: side by side, as many copies as devices.
     gather = jax.shard_map(
-        lambda part: sharding.gather_width(part),
+        lambda part: decoder.gather_width(part),
         mesh=mesh_4(axes=("model",), shape=(4,)),
         in_specs=split,
         out_specs=split,
