@@ -150,8 +150,9 @@ def shard_decoder(decoder: Decoder, mesh: Mesh) -> Decoder:
 def reorder_heads(value: Array, parameter: Parameter, orders: HeadOrders | None) -> Array:
     """A parameter's value with the KV heads of its layer in another order.
 
-    Head i becomes the one that had the number `orders[layer][i]`. A head's queries move with it, in the weights and biases of q, k, v and o, so results change only by the order in
-    which o sums. On a mesh a weight is exchanged between the devices once.
+    Head i becomes the one that had the number `orders[layer][i]`. A head's queries move with it, in the weights and
+    biases of q, k, v and o, so results change only by the order in which o sums. On a mesh a weight is exchanged
+    between the devices once.
     """
     if orders is None or parameter.layer is None or not parameter.by_head:
         return value
