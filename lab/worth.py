@@ -17,7 +17,7 @@ import typer
 import tca_jax
 from tca_jax.calibration.predicted_worth import fit_worth, pack_texts
 from tca_jax.calibration.probes import probed_texts
-from tca_jax.calibration.repetition import TARGETS
+from tca_jax.calibration.repetition import CHUNK, TARGETS
 from tca_jax.calibration.worth_profile import WorthProfile, measured_tables
 from tca_jax.cli.profiles import print_table
 from tca_jax.lab.evaluation import sticks
@@ -37,7 +37,8 @@ def main(
     lm = tca_jax.load(model)
     packed = pack_texts(lm, [calibration_text(seed, tokens, texts) for seed in range(count)], count, tokens)
     with progress(log=True) as report:
-        found = fit_worth(lm, packed, targets=targets.split(","), progress=report)
+        chunk = min(CHUNK, tokens // 2)
+        found = fit_worth(lm, packed, targets=targets.split(","), chunk=chunk, progress=report)
     to.mkdir(parents=True, exist_ok=True)
     for name, maps in found.items():
         np.savez(to / f"{name}.npz", **dataclasses.asdict(maps))

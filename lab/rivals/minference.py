@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tca_jax.errors import UserError, check_integer, check_number, require
 from tca_jax.lab.rivals.compression import rival
 from tca_jax.lab.rivals.scores import diagonal_sums, highest, last_attention
-from tca_jax.lab.rivals.tables import check_query_heads, of_layer
+from tca_jax.lab.rivals.tables import check_shape, of_layer
 from tca_jax.methods.base import Heads, Layer, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums, lists_of_mask
 from tca_jax.pallas_kernels.numerics import cdiv
@@ -89,7 +89,7 @@ class MInferencePrefill(BlockSparsePrefill):
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         if self.patterns is not None:
-            check_query_heads("patterns", self.patterns, num_layers, num_kv_heads)
+            check_shape("patterns", self.patterns, num_layers, num_kv_heads, "query heads")
 
     def estimate(self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> Listed:
         group, patterns = q.shape[2], self._of_layer(layer, heads, q.shape[2])

@@ -28,18 +28,13 @@ def numbers_by_head(
     return table
 
 
-def check_shape(name: str, table: Sequence[Sequence[Any]], layers: int, kv_heads: int) -> None:
-    """Raises ValueError unless a table by KV heads is of a model's shape."""
+def check_shape(name: str, table: Sequence[Sequence[Any]], layers: int, kv_heads: int, kind: str = "KV heads") -> None:
+    """Raises ValueError unless a table by KV heads, or by query heads, may be of a model's shape."""
     given, heads = len(table), len(table[0])
-    fits = (given, heads) == (layers, kv_heads)
-    require(fits, f"{name} has {given} layers of {heads} KV heads: must be {layers} of {kv_heads}")
-
-
-def check_query_heads(name: str, table: Sequence[Sequence[Any]], layers: int, kv_heads: int) -> None:
-    """Raises ValueError unless a table by query heads may be of a model's shape."""
-    given, heads, wanted = len(table), len(table[0]), f"{layers} of a multiple of {kv_heads}, the KV heads"
-    fits = given == layers and heads % kv_heads == 0
-    require(fits, f"{name} has {given} layers of {heads} query heads: must be {wanted}")
+    wanted, fits = f"{layers} of {kv_heads}", (given, heads) == (layers, kv_heads)
+    if kind == "query heads":
+        wanted, fits = f"{layers} of a multiple of {kv_heads}, the KV heads", given == layers and heads % kv_heads == 0
+    require(fits, f"{name} has {given} layers of {heads} {kind}: must be {wanted}")
 
 
 def of_layer(name: str, table: Sequence[Sequence[Entry]], layer: Any, heads: int) -> Sequence[Entry]:

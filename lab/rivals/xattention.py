@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from tca_jax.errors import check_integer, check_number, is_finite_number, require
 from tca_jax.lab.rivals.compression import rival
 from tca_jax.lab.rivals.scores import covering
-from tca_jax.lab.rivals.tables import check_query_heads, numbers_by_head, of_layer
+from tca_jax.lab.rivals.tables import check_shape, numbers_by_head, of_layer
 from tca_jax.methods.base import Heads, Layer
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, lists_of_mask
 from tca_jax.pallas_kernels.numerics import cdiv, scaled_scores
@@ -62,7 +62,7 @@ class XAttentionPrefill(BlockSparsePrefill):
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         if isinstance(self.threshold, tuple):
-            check_query_heads("threshold", self.threshold, num_layers, num_kv_heads)
+            check_shape("threshold", self.threshold, num_layers, num_kv_heads, "query heads")
 
     def estimate(self, layer: Layer, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> Listed:
         sums = antidiagonal_mass(q, k, lengths, stride=self.stride, block_size=self.block_size)

@@ -10,7 +10,7 @@ from tca_jax.lab import worth
 @pytest.mark.integration
 def test_maps_of_targets_are_saved(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(worth, "calibration_text", lambda seed, tokens, folder: f"line {seed} of many\n" * tokens)
-    worth.main(str(write_checkpoint(tmp_path / "model")), tmp_path / "maps", count=2, tokens=2_100)
+    worth.main(str(write_checkpoint(tmp_path / "model")), tmp_path / "maps", count=2, tokens=600)
     saved = {path.stem: np.load(path)["maps"] for path in sorted((tmp_path / "maps").iterdir())}
     assert list(saved) == ["effect", "probability", "worth"]
     assert all(np.isfinite(maps).all() for maps in saved.values())
