@@ -7,9 +7,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float
 
-from tca_jax.pallas_kernels.kernel_math import lengths_by_head
+from tca_jax.pallas_kernels.kernel_math import lengths_by_head, prefix_schedule
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import round_up, scaled_scores
 from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, attend_span
@@ -47,7 +47,7 @@ def prefill_attention(
     v = jnp.where((jnp.arange(length)[:, None] < lengths[:, None])[..., None], v, 0)
     local = KeyValues(heads_first(k, kv_heads, length), heads_first(v, kv_heads, length))
     pooled = KeyValues(pool.k, pool.v)
-    prefixes = _prefix_lengths(budgets, padded // block_size)
+    prefixes, _ = prefix_schedule(budgets, padded // block_size, window // block_size)
 
     def one_tile(index: Array) -> Float[Array, "R d"]:
         row, head, number = _place(index, num_tiles, kv_heads)
@@ -55,13 +55,12 @@ def prefill_attention(
         first = number * tiles.queries
         end = jnp.minimum(first + tiles.queries, lengths[row, head])
         position = jnp.repeat(first + jnp.arange(tiles.queries), group)  # of every row of the tile
-        edge = jnp.maximum(0, position // block_size - window // block_size)  # in blocks
-        prefix = prefixes[row, head, edge]
+        block = position // block_size
+        prefix, edge = prefixes[row, head, block], jnp.maximum(0, block * block_size - window)
         zero = jnp.int32(0)
         pool_span = Span(
             pool.offsets[row, head], zero, jnp.where(first < end, prefix[-1], 0), jnp.zeros_like(prefix), prefix
         )
-        edge = edge * block_size
         window_span = Span(region * length, edge[0], end, edge, position + 1)
 
         rows = jax.lax.dynamic_slice_in_dim(queries, (region * padded + first) * group, size)
@@ -109,10 +108,3 @@ def _place(index: Array, num_tiles: int, kv_heads: int) -> tuple[Array, Array, A
     index, head = jnp.divmod(index, kv_heads)
     row, number = jnp.divmod(index, num_tiles)
     return row, head, number
-
-
-def _prefix_lengths(budgets: Int[Array, "B Hkv nb"], num_blocks: int) -> Int32[Array, "B Hkv nb1"]:
-    """Selected tokens left of block j, for j up to `num_blocks` (at least nb)."""
-    sums = jnp.cumsum(budgets, axis=-1, dtype=jnp.int32)
-    sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0)))
-    return jnp.pad(sums, ((0, 0), (0, 0), (0, num_blocks - budgets.shape[-1])), mode="edge")

@@ -179,13 +179,12 @@ def test_block_mass_in_other_tiles(config, block_size, stride):
     check_mass(function, ((150, 82, 33, 3), 150, 6, 2, 16), block_size, stride)
 
 
-@pytest.mark.parametrize(("tiles", "parts"), [(1, 3), (2, 2)])
-def test_parts_of_the_tiles_do_not_matter(tiles, parts, monkeypatch):
+def test_parts_of_the_tiles_do_not_matter(monkeypatch):
     monkeypatch.setattr(triton, "_MOST_BYTES", 4 * 2 * 2 * 8 * 16 * 3)  # three programs of 16 rows
     jax.clear_caches()
     function, sizes = implementation("block_mass", "triton"), ((115, 40), 115, 4, 2, 16)
-    function = partial(function, config=BlockMassConfig(tiles, 16, 4, 1))
+    function = partial(function, config=BlockMassConfig(1, 16, 4, 1))
     program = jax.make_jaxpr(partial(function, block_size=16, stride=8))(*operands(*sizes))
-    assert f"length={parts}" in str(program)
+    assert "length=3" in str(program)
     check_mass(function, sizes, 16, 8)
     jax.clear_caches()
