@@ -1,4 +1,4 @@
-"""ModelConfig: shape and options of a supported model, read from a Hugging Face config."""
+"""ModelConfig: shape and options of a supported model, and its format of eight bits, from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ _OTHERS = {
     "tie_embeddings": "tie_word_embeddings",
 }
 _DTYPES = ("float32", "bfloat16", "float16")
+_EIGHT_BITS = (
+    "weights in e4m3 of quant_method 'compressed-tensors' (format 'float-quantized') or 'fp8', with a scale for each "
+    "tensor, output channel or block"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +135,47 @@ class ModelConfig:
         } | biases
 
 
+@dataclasses.dataclass(frozen=True)
+class StoredQuantization:
+    """Scales of eight-bit weights, from the `quantization_config` of a checkpoint.
+
+    A projection's `weight` holds e4m3 codes `[out, in]`. Its scales, by which codes are multiplied, are one, one for
+    each output channel, or one for each block of outputs and inputs.
+    """
+
+    block: tuple[int, int] | None  # outputs and inputs that share a scale; None where all inputs do
+
+    @classmethod
+    def from_hf(cls, entries: Any) -> StoredQuantization:
+        """Reads a `quantization_config`; ValueError where it is another format."""
+        method = entries.get("quant_method") if isinstance(entries, Mapping) else entries
+        given, name, is_read, block = method, "weight_block_size", False, None
+        if method == "fp8":  # of Qwen3, DeepSeek and vLLM
+            given, block = f"fp8, fmt {entries.get('fmt')!r}", entries.get(name)
+            is_read = entries.get("fmt", "e4m3") == "e4m3"
+        elif method == "compressed-tensors":  # of llm-compressor
+            groups = entries.get("config_groups")
+            found = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+            weights = found[0] if len(found) == 1 and isinstance(found[0], Mapping) else {}
+            wanted = {"format": "float-quantized", "num_bits": 8, "type": "float", "symmetric": True}
+            described = {key: weights.get(key, value) for key, value in wanted.items()}
+            described |= {"format": entries.get("format"), "strategy": weights.get("strategy")}
+            given, name = f"compressed-tensors, {described}", "block_structure"
+            is_read = any(described == wanted | {"strategy": each} for each in ("tensor", "channel", "block"))
+            block = weights.get(name, ()) if described["strategy"] == "block" else None
+        require(is_read, f"quantization_config ({given!r}) is not supported: must be {_EIGHT_BITS}")
+        if block is not None:
+            fits = isinstance(block, list | tuple) and len(block) == 2 and all(type(x) is int and x > 0 for x in block)
+            require(fits, f"quantization_config: {name} = {block!r}, not two positive integers, is not supported")
+        return cls(None if block is None else (block[0], block[1]))
+
+    def scale_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Shapes that the scales of codes `[out, in]` may have."""
+        if self.block is None:
+            return [(shape[0], 1), (shape[0],), (1,), (1, 1), ()]
+        return [tuple(-(-size // of_block) for size, of_block in zip(shape, self.block, strict=True))]
+
+
 def read_config(folder: Path) -> ModelConfig:
     """Read `config.json` of a checkpoint folder.
 
@@ -148,9 +193,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _refuse_unsupported(entries: Entries, family: str) -> None:
     """Options that would change the result and that the decoder does not have."""
-    if entries.values.get("quantization_config"):  # few have one
-        from tca_jax.models.stored_quantization import StoredQuantization
-
+    if entries.values.get("quantization_config"):
         StoredQuantization.from_hf(entries.values["quantization_config"])
     if entries.values.get("dual_chunk_attention_config"):
         entries.refuse("dual_chunk_attention_config", "removed, to run the model without it")

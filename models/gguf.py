@@ -49,7 +49,7 @@ _OF_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ROPE_FACTORS = "rope_freqs.weight"  # LLaMA 3.1's stretch of each dimension pair
+_ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -103,13 +103,10 @@ class Gguf:
     path: Path  # the file, or the first of several
     metadata: Mapping[str, Any]  # values by key; arrays of strings are lists, arrays of numbers are NumPy arrays
     tensors: Mapping[str, GgufTensor]  # by their names in a Hugging Face checkpoint
+    rope_factors: GgufTensor | None  # LLaMA 3.1's stretch of each dimension pair
 
     def __str__(self) -> str:
         return str(self.path)
-
-    def names(self) -> list[str]:
-        """Names of the tensors that a decoder has."""
-        return [name for name in self.tensors if name != _ROPE_FACTORS]
 
     def get_slice(self, name: str) -> GgufTensor:
         """A tensor that is read by part."""
@@ -155,12 +152,12 @@ class Gguf:
         names = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
         factor = next((keys.number(name) for name in names if keys.values.get(name)), 1.0)
         kind = keys.get("rope.scaling.type", "none" if factor == 1 else "linear")  # as llama.cpp takes it
-        allowed = ("none",) if _ROPE_FACTORS in self.tensors else ("none", "linear", "yarn")
+        allowed = ("none",) if self.rope_factors else ("none", "linear", "yarn")
         must = f"must be none, linear or yarn, and none beside tensor {_ROPE_FACTORS!r}"
         given = f"{keys.name.format('rope.scaling')} of type {kind!r}"
         require(kind in allowed, f"{given} is not supported: {must}")
-        if _ROPE_FACTORS in self.tensors:
-            return self._llama3(rope, head_dim, max_positions)
+        if self.rope_factors:
+            return _llama3(rope, head_dim, max_positions, self.rope_factors[:])
         if kind == "none":
             return rope
         rope |= {"rope_type": kind, "factor": factor}
@@ -175,16 +172,16 @@ class Gguf:
             }
         return rope
 
-    def _llama3(self, rope: dict[str, Any], head_dim: int, max_positions: int) -> dict[str, Any]:
-        """RoPE of LLaMA 3.1, whose options GGUF keeps as a factor for each dimension pair."""
-        stretched = self.tensors[_ROPE_FACTORS][:]
-        rope = rope | _LLAMA3 | {"rope_type": "llama3", "factor": float(stretched.max(initial=1.0))}
-        config = RopeConfig.from_hf(rope, max_positions=max_positions)
-        plain = inverse_frequencies(head_dim, RopeConfig(theta=config.theta))
-        found = inverse_frequencies(head_dim, config)
-        fits = stretched.shape == found.shape and np.allclose(plain, found * stretched, rtol=1e-3)
-        require(fits, f"tensor {_ROPE_FACTORS!r} is not supported: must have the factors of LLaMA 3.1, {_LLAMA3}")
-        return rope
+
+def _llama3(rope: dict[str, Any], head_dim: int, max_positions: int, stretched: np.ndarray) -> dict[str, Any]:
+    """RoPE of LLaMA 3.1, whose options GGUF keeps as a factor for each dimension pair."""
+    rope = rope | _LLAMA3 | {"rope_type": "llama3", "factor": float(stretched.max(initial=1.0))}
+    config = RopeConfig.from_hf(rope, max_positions=max_positions)
+    plain = inverse_frequencies(head_dim, RopeConfig(theta=config.theta))
+    found = inverse_frequencies(head_dim, config)
+    fits = stretched.shape == found.shape and np.allclose(plain, found * stretched, rtol=1e-3)
+    require(fits, f"tensor {_ROPE_FACTORS!r} is not supported: must have the factors of LLaMA 3.1, {_LLAMA3}")
+    return rope
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -234,7 +231,7 @@ def open_gguf(path: Path) -> Gguf:
         fits = not heads or tensor.shape[0] % (2 * heads) == 0
         require(fits, f"{given} {tensor.shape[0]} rows for {heads} heads")
         named[_hf_name(tensor.name)] = dataclasses.replace(tensor, permuted_heads=heads)
-    return Gguf(path, metadata, named)
+    return Gguf(path, metadata, named, named.pop(_ROPE_FACTORS, None))
 
 
 def _keys(metadata: Mapping[str, Any]) -> Entries:

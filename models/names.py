@@ -24,7 +24,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\..*")  # a name of a layer's tensor
 class _Module:
     """Where checkpoints keep a module, and how it is split over a mesh."""
 
-    names: tuple[str, ...]  # of several tensors, the first fills what the others, one entry each, leave of an axis
+    names: tuple[str, ...]  # of one axis, each tensor but the first has one entry; the first has the others
     split: int | None = None  # axis of the checkpoint's tensors that is split: 0 for outputs, 1 for inputs
     output: int = 0  # the axis of a parameter's outputs that is split with axis 0 of its tensors
     by_head: bool = False  # the split axis holds the KV heads, one after the other
@@ -66,7 +66,7 @@ class Layout:
 
     shape: tuple[int, ...]  # of the parameter: any axes of outputs
     inputs: int | None  # its axis of inputs; None for vectors
-    tensors: int  # of several, each fills a part of the last but one axis of outputs
+    tensors: int  # their number; they share the last but one axis of outputs (`_Module.names`)
 
     @property
     def _axes(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tca_jax.errors import UserError, require
-from tca_jax.models.config import ModelConfig
+from tca_jax.models.config import ModelConfig, StoredQuantization
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.json_object import LFS_POINTER, is_lfs_pointer, read_json_object
@@ -46,7 +46,6 @@ from tca_jax.models.sharding import (
 
 if TYPE_CHECKING:
     from tca_jax.models.gguf import Gguf
-    from tca_jax.models.stored_quantization import StoredQuantization
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")  # in the checkpoint's own folder
@@ -175,11 +174,7 @@ def read_quantization(folder: Path) -> StoredQuantization | None:
     """The eight-bit format of a checkpoint folder, by its config.json; None for 16 bits and GGUF files."""
     path = Path(folder) / "config.json"
     entries = read_json_object(path).get("quantization_config") if path.is_file() else None
-    if not entries:
-        return None
-    from tca_jax.models.stored_quantization import StoredQuantization
-
-    return StoredQuantization.from_hf(entries)
+    return StoredQuantization.from_hf(entries) if entries else None
 
 
 def save_decoder(
@@ -246,7 +241,7 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
         from tca_jax.models.gguf import open_gguf
 
         gguf = open_gguf(path)
-        return {name: _Stored(name, gguf, gguf.tensors[name].shape, "F32") for name in gguf.names()}
+        return {name: _Stored(name, gguf, tensor.shape, "F32") for name, tensor in gguf.tensors.items()}
     for file, names in _files(folder).items():
         with _opened(file) as shard:
             held = set(shard.keys())

@@ -10,12 +10,11 @@ from random_decoders import assert_equal_weights, random_decoder
 from safetensors.numpy import load_file, save_file
 
 import tca_jax
-from tca_jax.models.config import read_config
+from tca_jax.models.config import StoredQuantization, read_config
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import parameters
 from tca_jax.models.params import load_checkpoint, save_decoder
 from tca_jax.models.projections import quantize
-from tca_jax.models.stored_quantization import StoredQuantization
 
 CODES = jnp.dtype(jnp.float8_e4m3fn)
 Q = "model.layers.1.self_attn.q_proj.weight"
