@@ -49,11 +49,22 @@ def column_mass(
     kv_heads = k.shape[2]
     group = q_heads // kv_heads
     tiles = tiles or default_tiles(block_size, length)
-    norms = row_log_sum_exp(q, k, lengths, block_size=block_size, tiles=tiles)
     padded_q, padded_k = round_up(length, tiles.queries), round_up(length, tiles.keys)
     queries, keys = heads_first(q, kv_heads, padded_q), heads_first(k, kv_heads, padded_k)
-    norms = heads_first(norms[..., None], kv_heads, padded_q)[:, 0]
-    num_tiles, size = padded_k // tiles.keys, tiles.queries * group
+    unweighted = KeyValues(keys, jnp.zeros((len(keys), 1), keys.dtype))  # only the softmax counts
+    query_tiles, num_tiles, size = padded_q // tiles.queries, padded_k // tiles.keys, tiles.queries * group
+
+    def log_sum_exp(index: Array) -> Array:
+        """Of every query of a tile, arbitrary past a length."""
+        region, number = jnp.divmod(index, query_tiles)  # region: (row, KV head)
+        rows = jax.lax.dynamic_slice_in_dim(queries, index * size, size)
+        position = jnp.repeat(number * tiles.queries + jnp.arange(tiles.queries), group)
+        end = jnp.minimum((number + 1) * tiles.queries, lengths[region // kv_heads])
+        end = jnp.where(number * tiles.queries < end, end, 0)
+        span = Span(region * padded_k, jnp.int32(0), end, jnp.zeros_like(position), position + 1)
+        return attend_span(rows, unweighted, span, OnlineSoftmax.empty(size, 1), tiles.keys).log_sum_exp()
+
+    norms = tile_map(log_sum_exp, batch * kv_heads * query_tiles, tiles.parallel).reshape(-1)
 
     def one_tile(index: Array) -> tuple[Array, Array]:
         region, number = jnp.divmod(index, num_tiles)  # region: (row, KV head)
@@ -82,37 +93,3 @@ def column_mass(
     near, far = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)
     shape = (batch, kv_heads, padded_k)
     return near.reshape(shape)[..., :length], far.reshape(shape)[..., :length]
-
-
-@partial(jax.jit, static_argnames=("block_size", "tiles"))
-@jax.named_scope("row_log_sum_exp")
-def row_log_sum_exp(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-    *,
-    block_size: int,
-    tiles: Tiles | None = None,
-) -> Float32[Array, "B L Hq"]:
-    """Log-sum-exp of every query's causal scores; arbitrary past a length."""
-    batch, length, q_heads, _ = q.shape
-    kv_heads = k.shape[2]
-    group = q_heads // kv_heads
-    tiles = tiles or default_tiles(block_size, length)
-    padded_q, padded_k = round_up(length, tiles.queries), round_up(length, tiles.keys)
-    queries, keys = heads_first(q, kv_heads, padded_q), heads_first(k, kv_heads, padded_k)
-    unweighted = KeyValues(keys, jnp.zeros((len(keys), 1), keys.dtype))  # only the softmax counts
-    num_tiles, size = padded_q // tiles.queries, tiles.queries * group
-
-    def one_tile(index: Array) -> Array:
-        region, number = jnp.divmod(index, num_tiles)
-        rows = jax.lax.dynamic_slice_in_dim(queries, index * size, size)
-        position = jnp.repeat(number * tiles.queries + jnp.arange(tiles.queries), group)
-        end = jnp.minimum((number + 1) * tiles.queries, lengths[region // kv_heads])
-        end = jnp.where(number * tiles.queries < end, end, 0)
-        span = Span(region * padded_k, jnp.int32(0), end, jnp.zeros_like(position), position + 1)
-        return attend_span(rows, unweighted, span, OnlineSoftmax.empty(size, 1), tiles.keys).log_sum_exp()
-
-    norms = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)
-    norms = norms.reshape(batch, kv_heads, padded_q, group)[:, :, :length]
-    return norms.swapaxes(1, 2).reshape(batch, length, q_heads)
