@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def with_bytes(lm: LM, name: str, kv_share: float, prompt_tokens: int, **options
         return lm.with_method(name, **(of_cache if cache == name else {**options, cache: of_cache}))
 
     def taken(place: int) -> float:
-        return held_share(turned(lm.on_one_device, place), prompt_tokens)
+        return held_share(turned(lm, place), prompt_tokens)
 
     if not (fitting := bisect.bisect_right(range(len(values)), kv_share, key=taken)):
         raise UserError(
@@ -63,7 +64,8 @@ def _knob(name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, 
 
 
 def held_share(lm: LM, prompt_tokens: int) -> float:
-    """Cache bytes of a context over full attention's."""
+    """Cache bytes of a context over full attention's, on one device with the complete model."""
+    lm = dataclasses.replace(lm, mesh=None, head_orders=None)
     tokens, size = bucket_length(prompt_tokens), (lm.config.head_dim, jnp.float32)  # of a share, any dtype
     held, full = (each.cache_layout(1, tokens).num_bytes(*size) for each in (lm, lm.with_method(BASELINE)))
     return held / full

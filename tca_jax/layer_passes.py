@@ -51,11 +51,9 @@ def layer_program(
     outputs: Any = SAME,  # of its results
     donate: bool = False,  # whether the first array may be overwritten
 ) -> LayerProgram:
-    """A jitted function of a module, one program for all layers of a model.
+    """A jitted function of a module, for all layers: `program(weights, *arrays, graphdef=, shards=, **static)`.
 
-    Returns:
-        `program(weights, *arrays, graphdef=, shards=, **static)`: the module in its two parts, and how its weights lie
-        on a mesh (`_Shards`), or None on one device.
+    It takes the module in its two parts, and how its weights lie on a mesh; None on one device.
     """
 
     def run(weights: Any, *arrays: Any, graphdef: Any, shards: Any, **options: Any) -> Any:
@@ -75,10 +73,7 @@ def layer_program(
 
 
 def attention_program(attend: Callable[..., Any], *, inputs: Sequence[Any] = (), **options: Any) -> LayerProgram:
-    """The program of a layer whose attention is `attend(q, k, v, *arrays, **static) -> (attention, measured)`.
-
-    It takes the stream in front of the layer, RoPE's angles and the arrays.
-    """
+    """The program of a layer whose attention is `attend(q, k, v, *arrays, **static) -> (attention, measured)`."""
 
     @functools.wraps(attend)
     def run(module: Any, x: Array, cos: Array, sin: Array, *arrays: Any, **static: Any) -> tuple[Array, Any]:
@@ -93,19 +88,15 @@ def attention_program(attend: Callable[..., Any], *, inputs: Sequence[Any] = (),
 class LayerPass:
     """A forward pass of a sequence, layer by layer.
 
-    Args:
-        lm: The model. On a mesh, heads of what layers measure are in the order of `lm.head_orders`.
-        tokens: The sequence: a row, or a row for each token, where RoPE that follows the length takes the token's own.
-        positions: Of each token.
-        last: The last arrays that programs of all layers take.
+    On a mesh, heads of what layers measure are in the order of `lm.head_orders`.
     """
 
     def __init__(
         self,
         lm: LM,
-        tokens: Int32[np.ndarray, "B P"],
+        tokens: Int32[np.ndarray, "B P"],  # a row, or one for each token: RoPE by the length then takes the token's own
         positions: Int32[np.ndarray, "B P"],
-        last: tuple[Array, ...] = (),
+        last: tuple[Array, ...] = (),  # the last arrays that programs of all layers take
     ) -> None:
         self._lm, self._last = lm, last
         self._decoder = lm.decoder if lm.mesh is None else lm.on_device(lm.params).decoder
@@ -167,12 +158,7 @@ class LayerPass:
 
 
 class TextPass(LayerPass):
-    """A text on its way through a model's layers, whose programs take last how many tokens it has, `[1]`.
-
-    Args:
-        lm: The model.
-        ids: Token ids, at least 1.
-    """
+    """A text on its way through a model's layers, whose programs take last how many tokens it has, `[1]`."""
 
     def __init__(self, lm: LM, ids: Sequence[int]) -> None:
         tokens, lengths = pad_tokens([list(ids)])

@@ -13,18 +13,10 @@ from tca_jax.methods.base import Heads
 def read_layer(method, layout, lengths, qkv, fed=0, layer=0, backend="auto"):
     """What attention gives, and rows of one layer that hold prompts, with pages for `fed` tokens more."""
     _, k, v = qkv
-    rows = Rows.create(
-        1,
-        *(len(lengths), k.shape[2]),
-        pages=layout.num_pages,
-        widths=Widths(layout.kept_columns[0], layout.num_window_pages, 0),
-        scored=False,
-        page_size=layout.block_size,
-        head_dim=k.shape[-1],
-        dtype=jnp.float32,
-    )
-    attended, written = attend_selected(method, layer, Heads.all(k.shape[2]), *qkv, lengths, layout, backend)
-    kept = written.kept
+    pool = layout.num_pages, layout.block_size, k.shape[-1]
+    widths = Widths(layout.kept_columns[0], layout.num_window_pages, 0)
+    rows = Rows.create((1, len(lengths), k.shape[2]), pool, widths, jnp.float32, scored=False)
+    attended, kept = attend_selected(method, layer, Heads.all(k.shape[2]), *qkv, lengths, layout, backend)
     return attended, rows.with_prompts(0, jnp.arange(len(lengths)), kept, k, v, lengths, lengths + fed)
 
 

@@ -25,9 +25,9 @@ def test_generating_loads_few_modules():
     modules = loaded("import tca_jax.engine.generation")
     assert modules & set(HEAVY) == {"jax", "flax", "numpy"}
     assert not any(name.startswith("jax.experimental.pallas") for name in modules)
-    assert sum(name.startswith("tca_jax") for name in modules) <= 38
+    assert sum(name.startswith("tca_jax") for name in modules) <= 35
     methods = {name.removeprefix("tca_jax.methods.") for name in modules if name.startswith("tca_jax.methods.")}
-    assert methods == {"base", "full", "regions", "registry"}
+    assert methods == {"base", "full", "regions"}
 
 
 def test_public_names_are_there_and_listed():

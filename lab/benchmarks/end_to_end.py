@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 import tca_jax
 from tca_jax.cli.options import BackendOption, launched_in_order
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import mesh_entry, num_devices, parse_mesh
+from tca_jax.engine.mesh import mesh_entry, parse_mesh
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.models.sharding import DATA, axis_size
@@ -89,7 +89,7 @@ def measure(lms: Mapping[str, LM], tokens: int, given: Conditions) -> list[commo
 
 def row_of(lm: LM, name: str, tokens: int, stats: Sequence[tca_jax.Stats], given: Conditions) -> common.Row:
     """Times, floors and bytes of calls, of which the first compiled."""
-    last, devices, config = stats[-1], num_devices(lm.mesh), lm.config
+    last, devices, config = stats[-1], 1 if lm.mesh is None else lm.mesh.size, lm.config
     ttft = statistics.median(each.prefill_seconds for each in stats[1:])
     flops = given.rows * prefill_flops(lm, tokens, last.attended_share)
     row = {"model": lm.name, **mesh_entry(lm.mesh), "tokens": tokens, "attention": name}

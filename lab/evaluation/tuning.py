@@ -109,7 +109,7 @@ def _trials(tuning: Tuning, spec: MethodSpec, builder: Builder, full: Mapping[st
             continue
         figures = _measure(lm, builder.texts())
         excess = sum(figures[name] - full[name] for name in ("loss_inside", "loss_following"))
-        held = held_share(lm.on_one_device, tokens)
+        held = held_share(lm, tokens)
         trials.append({"spec": point.label, "excess": excess, **figures, "held_share": held})
         if len(trials) == tuning.trials:
             break

@@ -23,7 +23,7 @@ from matplotlib.transforms import Affine2D
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.prompts import Prompt, encode_prompt, token_text
+from tca_jax.engine.prompts import Prompt, decode_continuation, encode_prompt
 from tca_jax.errors import require
 from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR
@@ -60,7 +60,7 @@ def plot_selected_tokens(
     """
     require(lm.tokenizer is not None, f"{lm.name} has no tokenizer: its tokens have no text")
     ids, policy = encode_prompt(lm, prompt), lm.method.cache
-    texts = [token_text(lm.tokenizer, token) for token in ids]
+    texts = [decode_continuation(lm, [token], special=True) for token in ids]
     require(0 <= start < len(ids), f"start = {start}: must lie in [0, {len(ids) - 1}]")
     span = None if around is None else find_line(around, texts)
     window_start = policy.num_ranked_blocks(len(ids)) * policy.block_size

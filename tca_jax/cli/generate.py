@@ -22,6 +22,7 @@ from tca_jax.progress import progress
 if TYPE_CHECKING:
     from tca_jax.engine.contexts import Context
     from tca_jax.engine.generation import Output, Stats
+    from tca_jax.engine.lm import LM
     from tca_jax.loading import Checkpoint
 
 _HEADING_CHARACTERS = 60  # of a prompt, over its answer
@@ -89,7 +90,7 @@ def generate(
             out = tca_jax.generate(lm, prompts, config, **options)
         if as_json:
             who = {"model": model, "profile": running.profile, "method": lm.method.name}
-            print_json(who | _record(out, len(prompts), lm.tokenizer))
+            print_json(who | _record(out, len(prompts), lm))
             return
         _print_answers([_heading(*text) for text in texts], out)
     else:
@@ -170,9 +171,9 @@ def _print_answers(headings: Sequence[str], out: Output) -> None:
         print(text)
 
 
-def _record(out: Output, num_prompts: int, tokenizer: Any) -> dict[str, Any]:
+def _record(out: Output, num_prompts: int, lm: LM) -> dict[str, Any]:
     """Answers and costs as `--json` prints them; the help of `generate` describes it."""
-    from tca_jax.engine.prompts import token_text
+    from tca_jax.engine.prompts import decode_continuation
 
     samples = len(out.tokens) // num_prompts
     columns: dict[str, Any] = {"text": out.text, "tokens": out.tokens, "finish_reason": out.finish_reasons}
@@ -181,7 +182,7 @@ def _record(out: Output, num_prompts: int, tokenizer: Any) -> dict[str, Any]:
     if out.top_logprobs is not None:
 
         def named(token: int, logprob: float) -> dict[str, Any]:
-            return {"id": token, "text": token_text(tokenizer, token), "logprob": logprob}
+            return {"id": token, "text": decode_continuation(lm, [token], special=True), "logprob": logprob}
 
         columns["top_logprobs"] = [[[named(*x) for x in place] for place in answer] for answer in out.top_logprobs]
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

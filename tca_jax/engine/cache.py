@@ -63,8 +63,10 @@ class CacheLayout:
 
         def in_pages(tokens: list[np.ndarray], multiple: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
             counts = [-(-of_layer // multiple) * multiple // b for of_layer in tokens]
-            by_device = [x[None] if shards is None else shards.by_device(i, x) for i, x in enumerate(counts)]
-            return tuple(tuple(map(tuple, x.tolist())) for x in by_device)
+            if shards is not None:
+                counts = [x[list(order)] for x, order in zip(counts, shards.order, strict=True)]
+            devices = 1 if shards is None else shards.devices
+            return tuple(tuple(map(tuple, x.reshape(devices, -1).tolist())) for x in counts)
 
         behind = [of_heads("growth", layer, prompt_tokens, fed_tokens) for layer in layers]
         kept = [of_heads("capacities", layer, prompt_tokens) + behind[layer] for layer in layers]
@@ -137,11 +139,6 @@ class CacheLayout:
         """Most pages that the heads of a row and device share, in the layers of an entry of `shared_pages`."""
         together, of_head = self.shared_pages[pool] if self.shared_pages else (2**31 - 1, 0)
         return together + of_head * self.num_kv_heads * self.pool_layers
-
-    @property
-    def most_shared(self) -> int:
-        """Tokens of a row that heads keep together of the prompt, where all layers share one budget."""
-        return self.shared_pages[0][0] * self.block_size
 
     def num_bytes(self, head_dim: int, dtype: Any) -> int:
         """Bytes of keys and values together, on a device."""

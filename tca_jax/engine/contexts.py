@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ import numpy as np
 from jaxtyping import Array, Float32, Int
 
 from tca_jax.engine.cache import CacheLayout, require_memory, spare_pages
-from tca_jax.engine.extend import feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, STATIC, HeadShards, mesh_name, on_host, place, rows_of_device
 from tca_jax.engine.pages import Rows
@@ -33,6 +33,7 @@ from tca_jax.engine.prompts import (
 from tca_jax.engine.read import (
     Calls,
     ReadRows,
+    Then,
     compacted,
     fork,
     read,
@@ -40,7 +41,6 @@ from tca_jax.engine.read import (
 )
 from tca_jax.errors import require, require_type
 from tca_jax.methods.full import BASELINE
-from tca_jax.methods.registry import describe_method
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
@@ -64,6 +64,8 @@ class ContextIdentity:
 
 def identity_of(lm: LM) -> ContextIdentity:
     """The identity of contexts that a model makes under its method."""
+    from tca_jax.methods.registry import describe_method
+
     described = describe_method(lm.method)
     if lm.settings is not None:
         digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(lm.settings))).hexdigest()
@@ -148,7 +150,12 @@ class Context:
     @property
     def num_devices(self) -> int:
         """Devices that hold it."""
-        return 1 if self.shards is None else int(np.prod(self.rows.start.shape[:2]))
+        return math.prod(self._devices)
+
+    @property
+    def _devices(self) -> tuple[int, ...]:
+        """Devices on "data" and on "model"."""
+        return (1, 1) if self.shards is None else self.rows.start.shape[:2]
 
     @property
     def num_bytes(self) -> int:
@@ -190,9 +197,10 @@ class Context:
         how = "with kv='fp8'" if held == CODES else f"in dtype {held}" + (", without kv" if wanted == CODES else "")
         dtypes = f"context holds {held} and the cache of {own.model!r} {wanted}"
         require(held == wanted, f"{dtypes}: load the model {how}")
+        mesh = "x".join(map(str, self._devices))
         require(
             self.shards == lm.head_shards and self._devices[0] == axis_size(lm.mesh, DATA),
-            f"context was made on {self._mesh_name}, and {lm.name!r} is on {mesh_name(lm.mesh)} devices on "
+            f"context was made on {mesh}, and {lm.name!r} is on {mesh_name(lm.mesh)} devices on "
             f"{DATA!r} x 'model', or has its KV heads in another order there: read the document with this model",
         )
 
@@ -213,15 +221,6 @@ class Context:
         put = jnp.asarray if lm.mesh is None else functools.partial(place, CACHES, mesh=lm.mesh)
         rows: dict[str, Any] = {name: jnp.asarray(getattr(self, name)) for name in OF_ROWS}
         return dataclasses.replace(self, rows=jax.tree.map(put, self.rows), **rows)
-
-    @property
-    def _devices(self) -> tuple[int, ...]:
-        """Devices on "data" and on "model"."""
-        return (1, 1) if self.shards is None else self.rows.start.shape[:2]
-
-    @property
-    def _mesh_name(self) -> str:
-        return "x".join(map(str, self._devices))
 
     def to_host(self) -> Context:
         """The context with its arrays in the host's memory. `on` brings them back, as every call does for itself."""
@@ -352,39 +351,29 @@ class Prompts:
 
     def require_finite(self, finite: np.ndarray) -> None:
         """Raises ValueError, which names the cause, unless the logits of all prompts are finite."""
-        if not finite.all():
-            require_finite(self.lm, *self.with_contexts, finite, "prompts")
+        require_finite(self.lm, finite, "prompts", lambda i: self.before(i) + self.ids[i])
 
-    @property
-    def _columns(self) -> int:
-        """Padded length of the prompts; over a context it counts from the start of the context's last block."""
+    @functools.cached_property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Columns of the prompts, padded tokens of the context, and tokens that are fed to a prompt's own row."""
+        own = self.fed_tokens if self.times == 1 else 0
         if self.context is None:
-            return bucket_length(max(map(len, self.ids)))
-        b = self.context.rows.page_size
-        return num_columns(max(end - start // b * b for start, end in zip(self.starts, self.ends, strict=True)), b)
+            return bucket_length(max(map(len, self.ids))), 0, own
+        from tca_jax.engine.extend import num_columns
 
-    @property
-    def _own_tokens(self) -> int:
-        """Tokens that are fed to a prompt's own row."""
-        return self.fed_tokens if self.times == 1 else 0
+        b, both = self.context.rows.page_size, zip(self.starts, self.ends, strict=True)
+        columns = num_columns(max(end - start // b * b for start, end in both), b)  # from the context's last block on
+        return columns, self.context.tokens.shape[1], own
 
     @functools.cached_property
     def _layouts(self) -> list[CacheLayout]:
         """Sizes of the prompts' rows, and of the rows that continue each where these are several."""
-        rows, cache_layout = rows_of_device(self.lm, len(self.ids), "prompts"), self.lm.cache_layout
-        if self.context is None:
-            layouts = [cache_layout(rows, self._columns, self._own_tokens)]
-        else:
-            layouts = [cache_layout(rows, self._held, self._columns + self._own_tokens, following=True)]
-        if self.times > 1:
-            sizes = rows * self.times, self._held + self._columns, self.fed_tokens
-            layouts.append(cache_layout(*sizes, following=True))
-        return layouts
-
-    @property
-    def _held(self) -> int:
-        """Padded tokens of the context."""
-        return 0 if self.context is None else self.context.tokens.shape[1]
+        rows, layout = rows_of_device(self.lm, len(self.ids), "prompts"), self.lm.cache_layout
+        columns, held, own = self._sizes
+        first = layout(rows, held, columns + own, following=True) if held else layout(rows, columns, own)
+        if self.times == 1:
+            return [first]
+        return [first, layout(rows * self.times, held + columns, self.fed_tokens, following=True)]
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -401,9 +390,9 @@ class Prompts:
         pages = sum(start // b for start in shared) + self.times * sum(own)
         return pages * c.num_layers * c.num_kv_heads * 2 * num_bytes(b, c.head_dim, self.lm.cache_dtype)
 
-    def read(self, calls: Calls, backend: Backend, then: Callable[[Any, Any, Any], None] | None = None) -> ReadRows:
+    def read(self, calls: Calls, backend: Backend, then: Then | None = None) -> ReadRows:
         """Reads the prompts into rows, `row_lengths` long; `then` as for `engine.read.read`."""
-        lm, context, own = self.lm, self.context, self._own_tokens
+        lm, context, (columns, before, own) = self.lm, self.context, self._sizes
         if context is None:
             tokens, lengths = self.with_contexts  # of NumPy, which dispatches nothing
             (layout, *forks), pages = self._layouts, sum(layout.num_pages for layout in self._layouts)
@@ -411,12 +400,14 @@ class Prompts:
             options: dict[str, Any] = {"more_pages": more, "backend": backend, "then": then}
             logits, held, shares = read(lm, tokens, lengths, lengths + own, layout, calls, **options)
         else:
-            tokens, lengths = pad_tokens(self.ids, lm.pad_token_id, self._columns)
-            starts, each, fed = np.asarray(self.starts, np.int32), len(self.ids) // context.batch, self._columns + own
-            held = fork(lm, context.rows, each, starts + lengths + own, self._held, fed, calls, private=False)
+            from tca_jax.engine.extend import feed
+
+            tokens, lengths = pad_tokens(self.ids, lm.pad_token_id, columns)
+            starts, each = np.asarray(self.starts, np.int32), len(self.ids) // context.batch
+            held = fork(lm, context.rows, each, starts + lengths + own, before, columns + own, calls, private=False)
             held, logits, _ = feed(lm, held, tokens, starts, lengths, calls, backend=backend)
             shares = jnp.broadcast_to(context.attended_share, len(starts))
         if self.times > 1:
-            most, sizes = self.row_lengths + self.fed_tokens, (self._held + self._columns, self.fed_tokens)
+            most, sizes = self.row_lengths + self.fed_tokens, (before + columns, self.fed_tokens)
             held = fork(lm, held, self.times, most, *sizes, calls, private=context is None)
         return ReadRows(logits, held, shares)

@@ -93,10 +93,16 @@ class Steps:
 
     def leave(self, state: DecodingState) -> DecodingState:
         """Has blocks leave the windows of rows that are full: by scores, or in a step, by its queries."""
-        leaving = self.leaving(state)
-        if not isinstance(self.lm.method.cache, ScoredCache):
+        lm, leaving = self.lm, self.leaving(state)
+        if not isinstance(lm.method.cache, ScoredCache):
             return self.take(state, None, leaving)
-        return dataclasses.replace(state, cache=evict_scored(self.lm, state.cache, leaving))
+
+        def of_layer(layer: Array, rows: Rows) -> Rows:
+            return evict_scored_block(lm, layer, rows, rows.start, leaving)
+
+        rows = jax.lax.fori_loop(0, lm.config.num_layers, of_layer, state.cache)
+        start = rows.start + jnp.where(leaving, rows.page_size, 0)
+        return dataclasses.replace(state, cache=dataclasses.replace(rows, start=start))
 
     def decode_all(self, state: DecodingState) -> DecodingState:
         """`decode` and `leave` until all rows have ended, in one program."""
@@ -105,8 +111,7 @@ class Steps:
             return self.decode(state)
 
         def run(state: DecodingState) -> DecodingState:
-            state = self.decode(state)
-            return jax.lax.cond(any_row(self.leaving(state), mesh), self.leave, lambda state: state, state)
+            return jax.lax.cond(any_row(self.leaving(state), mesh), self.leave, self.decode, state)
 
         return jax.lax.while_loop(lambda state: any_row(self.running(state), mesh), run, state)
 
@@ -159,16 +164,6 @@ class Steps:
         return draw(lm, dataclasses.replace(state, cache=rows), logits, self.sampling, fed, self.allowed)
 
 
-def evict_scored(lm: LM, rows: Rows, leaving: Bool[Array, " R"]) -> Rows:
-    """Blocks leave the windows of rows in all layers, by their tokens' scores."""
-
-    def of_layer(layer: Array, rows: Rows) -> Rows:
-        return evict_scored_block(lm, layer, rows, rows.start, leaving)
-
-    rows = jax.lax.fori_loop(0, lm.config.num_layers, of_layer, rows)
-    return dataclasses.replace(rows, start=rows.start + jnp.where(leaving, rows.page_size, 0))
-
-
 def evict_scored_block(
     lm: LM, layer: int | Array, rows: Rows, start: Int[Array, " R"], leaving: Bool[Array, " R"]
 ) -> Rows:
@@ -212,8 +207,8 @@ def evict_block(
     queries = q.reshape(batch, kv_heads, -1, head_dim)
     own = scaled_scores("bhgd,bhd->bhg", queries, k)
     lse = jnp.logaddexp(lse.reshape(own.shape), own)
-    k_block, _ = rows.leaving_block(layer, k.dtype)
-    attention = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, k_block) - lse[..., None])  # [R, H_kv, G, b]
+    keys = rows.leaving_keys(layer, k.dtype)
+    attention = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, keys) - lse[..., None])  # [R, H_kv, G, b]
     selection = policy.evict(layer, heads, attention, start // policy.block_size)
     chosen = selection_mask(selection.scores, selection.budgets, block_size=policy.block_size)
     return rows.evict(layer, leaving, chosen, start)
@@ -292,7 +287,10 @@ def begin(
     answers, seen = len(lengths), None
     times, likeliest = answers // logits.shape[0], (answers, new_tokens, logprobs or 0)
     if held is not None:
-        seen = _seen(held[0], jnp.arange(held[0].shape[1]) < held[1][:, None], logits.shape[-1])
+        tokens, vocabulary = held[0], logits.shape[-1]
+        own = jnp.where(jnp.arange(tokens.shape[1]) < held[1][:, None], tokens, vocabulary)  # padding is out of range
+        empty = jnp.zeros((len(tokens), vocabulary), bool)
+        seen = empty.at[jnp.arange(len(tokens))[:, None], own].set(True, mode="drop")
     logits, seen, attended_share = jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), (logits, seen, attended_share))
     state = DecodingState(
         tokens=jnp.full((answers, new_tokens), lm.pad_token_id, jnp.int32),
@@ -311,13 +309,6 @@ def begin(
         attended_share=attended_share,
     )
     return draw(lm, state, logits, sampling)
-
-
-def _seen(tokens: Int[Array, "B L"], real: Bool[Array, "B L"], vocabulary: int) -> Bool[Array, "B V"]:
-    """Which tokens of the vocabulary a row holds."""
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    places = jnp.where(real, tokens, vocabulary)  # padding falls out of range
-    return jnp.zeros((tokens.shape[0], vocabulary), bool).at[rows, places].set(True, mode="drop")
 
 
 begin_program = Program(OverMesh(begin, (CACHES, ROWS, ROWS, ROWS, ROWS, ROWS, SAME, SAME, SAME), STATE), donate=(1,))

@@ -33,7 +33,7 @@ _PIECE_TOKENS = 2048  # of a row in one pass over the layers: enough for matrix 
 def num_columns(most_columns: int, block_size: int) -> int:
     """Columns that programs are compiled for: a bucket of blocks, or a multiple of pieces."""
     blocks = bucket_length(cdiv(most_columns, block_size), smallest=1)
-    piece = _piece_blocks(block_size)
+    piece = max(1, _PIECE_TOKENS // block_size)
     return block_size * (blocks if blocks <= piece else round_up(blocks, piece))
 
 
@@ -70,7 +70,7 @@ def feed(
         normed, arbitrary where there is no new token.
     """
     lm, b = lm.for_programs, lm.method.cache.block_size
-    piece = min(tokens.shape[1], b * _piece_blocks(b))
+    piece = min(tokens.shape[1], b * max(1, _PIECE_TOKENS // b))
     options: dict[str, Any] = {"queries": watch is not None, "backend": backend}
     bare, outer = lm.without_weights, lm.without_layers
     logits, found = jnp.zeros((tokens.shape[0], lm.config.vocab_size), jnp.float32), []
@@ -174,7 +174,3 @@ _feed_program = Program(
     one_layer=True,
 )
 _feed_end_program = Program(OverMesh(_feed_end, (ROWS, ROWS, CACHES, ROWS, ROWS), (ROWS, ROWS, CACHES)), donate=(3,))
-
-
-def _piece_blocks(block_size: int) -> int:
-    return max(1, _PIECE_TOKENS // block_size)

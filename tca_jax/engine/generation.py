@@ -25,7 +25,7 @@ from tca_jax.engine.decode import (
 )
 from tca_jax.engine.generation_config import GenerationConfig, GenerationOptions
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import agreed, num_devices, on_host, rows_of_device
+from tca_jax.engine.mesh import agreed, on_host, rows_of_device
 from tca_jax.engine.prompts import (
     Prompt,
     bucket_length,
@@ -150,11 +150,11 @@ def generate(
         TypeError: an argument is of a wrong type, or an option is unknown.
     """
     request = Request.create(lm, prompts, context, GenerationConfig.of(config, options), backend)
-    state = request.start()
+    request.start()
     stride = _STOP_STRING_STRIDE if request.config.stop else request.config.max_new_tokens
-    while not request.is_finished(state):
-        state = request.advance(state, stride)
-    return output_of(request, state)
+    while not request.is_finished:
+        request.advance(stride)
+    return output_of(request)
 
 
 def stream(
@@ -189,34 +189,34 @@ def stream(
 
 def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
     """New text, whenever there is some: a string of the only row, or a list with one of each."""
-    state, sent, stride = request.start(), [0] * len(request.prompts.row_lengths), 1
-    if not request.is_finished(state):
-        request.prepare_steps(state)  # before the first piece: a reader waits once
+    sent, stride = [0] * len(request.prompts.row_lengths), 1
+    request.start()
+    if not request.is_finished:
+        request.prepare_steps()  # before the first piece: a reader waits once
     while True:
-        finished = request.is_finished(state)
-        pieces = []
-        for row, answer in enumerate(request.answers(state)):
+        pieces, finished = [], request.is_finished
+        for row, answer in enumerate(request.answers()):
             certain = max(sent[row], certain_characters(answer, request.config.stop, finished=finished))
             pieces.append((answer.text or "")[sent[row] : certain])
             sent[row] = certain
         if any(pieces):
             yield pieces[0] if single else pieces
         if finished:
-            return output_of(request, state)
-        before, steps = request.decode_seconds, request.steps(state)
-        state = request.advance(state, stride)
-        steps_a_second = (request.steps(state) - steps) / max(request.decode_seconds - before, 1e-9)
+            return output_of(request)
+        before, steps = request.decode_seconds, request.steps
+        request.advance(stride)
+        steps_a_second = (request.steps - steps) / max(request.decode_seconds - before, 1e-9)
         stride = max(1, min(_STREAM_GROWTH * stride, int(_STREAM_SECONDS * steps_a_second)))
         stride = agreed(stride, request.lm.mesh)
 
 
-def output_of(request: Request, state: DecodingState) -> Output:
+def output_of(request: Request) -> Output:
     """Answers and costs of a request so far."""
-    answers = request.answers(state)
-    steps, devices = request.steps(state), num_devices(request.lm.mesh)
+    answers, steps, state = request.answers(), request.steps, request.state
+    new_tokens = [len(answer.tokens) for answer in answers]
     stats = Stats(
         prompt_tokens=[len(ids) for ids in request.prompts.ids],
-        new_tokens=[len(answer.tokens) for answer in answers],
+        new_tokens=new_tokens,
         compile_seconds=request.calls.compile_seconds,
         prefill_seconds=request.prefill_seconds,
         seconds_per_token=request.decode_seconds / (steps - 1) if steps > 1 else 0.0,
@@ -225,24 +225,15 @@ def output_of(request: Request, state: DecodingState) -> Output:
         kept_share=kept_share(state.cache, on_host(state.lengths + state.step) - 1),  # without the newest token
         attended_share=float(np.mean(on_host(state.attended_share))),
         context_tokens=[] if request.prompts.context is None else request.prompts.starts,
-        devices=devices,
+        devices=1 if request.lm.mesh is None else request.lm.mesh.size,
         raised_layers=0 if (scored := state.cache.scored) is None else int(on_host(scored.raised).sum()),
     )
     reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
-    logprobs, top = _logprobs(state, [len(answer.tokens) for answer in answers])
+    own, top = on_host((state.logprobs, state.top))
+    logprobs = None if own is None else [row[:count].tolist() for row, count in zip(own, new_tokens, strict=True)]
+    top = top and [pairs(*each) for each in zip(*top, new_tokens, strict=True)]
     text = None if request.lm.tokenizer is None else [answer.text or "" for answer in answers]
     return Output([answer.tokens for answer in answers], reasons, stats, logprobs, text, top)
-
-
-def _logprobs(
-    state: DecodingState, lengths: Sequence[int]
-) -> tuple[list[list[float]] | None, list[list[list[tuple[int, float]]]] | None]:
-    """`Output.logprobs` and `Output.top_logprobs` of answers of these lengths."""
-    if state.logprobs is None:
-        return None, None
-    own, top = on_host((state.logprobs, state.top))
-    logprobs = [row[:length].tolist() for row, length in zip(own, lengths, strict=True)]
-    return logprobs, top and [pairs(*each) for each in zip(*top, lengths, strict=True)]
 
 
 def generate_tokens(
@@ -281,31 +272,22 @@ def generate_tokens(
     tokens, lengths = as_int32("tokens", tokens), as_int32("lengths", lengths)
     sizes = check_shapes({"tokens": (tokens, "B L"), "lengths": (lengths, "B")})
     require(sizes["L"], f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
-    rows_of_device(lm, sizes["B"], "rows of tokens")
+    rows = rows_of_device(lm, sizes["B"], "rows of tokens")
     positions = lm.config.max_context
     check_integer("max_new_tokens", max_new_tokens, at_least=1)
     max_new_tokens = int(max_new_tokens)
     room_for_prompt = f"must leave room for a prompt in the {positions} positions of {lm.name}"
     require(max_new_tokens < positions, f"max_new_tokens = {max_new_tokens}: {room_for_prompt}")
     check_range("lengths", lengths, 1, min(sizes["L"], positions - max_new_tokens))
-    _check_vocabulary(lm, tokens, lengths)
+    if not isinstance(tokens, jax.core.Tracer) and not isinstance(lengths, jax.core.Tracer):
+        ids, real = np.asarray(tokens), np.arange(sizes["L"]) < np.asarray(lengths)[:, None]
+        for row, column in np.argwhere(real & ((ids < 0) | (ids >= lm.config.vocab_size)))[:1]:
+            check_token_ids(lm, [int(ids[row, column])], f"tokens[{row}, {column}] is")
     stops = tuple(int(t) for t in (lm.eos_token_ids if stop_tokens is None else stop_tokens))
-    room = bucket_length(max_new_tokens)
-    limit = jnp.int32(max_new_tokens)
-    layout = lm.cache_layout(rows_of_device(lm, sizes["B"], "rows of tokens"), sizes["L"], room - 1)
+    room, limit = bucket_length(max_new_tokens), jnp.int32(max_new_tokens)
+    layout = lm.cache_layout(rows, sizes["L"], room - 1)
     given = lm.for_programs, tokens, lengths, key, sampling, limit
     return _generate_tokens(*given, room, stops, layout, kernels)[:, :max_new_tokens]
-
-
-def _check_vocabulary(lm: LM, tokens: Any, lengths: Any) -> None:
-    """Raises ValueError if a prompt that is known holds an id outside the vocabulary; padding may hold anything."""
-    if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
-        return
-    ids = np.asarray(tokens)
-    outside = (ids < 0) | (ids >= lm.config.vocab_size)
-    outside &= np.arange(ids.shape[1]) < np.asarray(lengths)[:, None]
-    for row, column in np.argwhere(outside)[:1]:
-        check_token_ids(lm, [int(ids[row, column])], f"tokens[{row}, {column}] is")
 
 
 @functools.partial(jax.jit, static_argnames=("room", "stop_tokens", "layout", "backend"))
@@ -331,12 +313,13 @@ def _generate_tokens(
 
 @dataclasses.dataclass
 class Request:
-    """State of a call on the host; its state on the device is a `DecodingState`."""
+    """A call: its state on the device and on the host."""
 
     lm: LM
     prompts: Prompts
     config: GenerationConfig  # from `for_model`
     backend: Backend
+    state: Any = None  # a `DecodingState` after `start`
     calls: Calls = dataclasses.field(default_factory=Calls)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -360,68 +343,57 @@ class Request:
     def _readers(self) -> list[AnswerReader]:
         return [AnswerReader(self.lm, self.config) for _ in self.prompts.row_lengths]
 
-    def start(self) -> DecodingState:
+    def start(self) -> None:
         """Prefill and the first token; ValueError, which names the layer, if the model computes NaN or infinity."""
         begun = time.perf_counter()
-        state = jax.block_until_ready(self._begin())
+        self.state = jax.block_until_ready(self._begin())
         self.prefill_seconds = time.perf_counter() - begun - self.calls.compile_seconds
-        self.prompts.require_finite(on_host(state.finite)[:: self.config.num_samples])
-        return self._end_at_stop_strings(state)
+        self.prompts.require_finite(on_host(self.state.finite)[:: self.config.num_samples])
+        self._end_at_stop_strings()
 
     def _begin(self) -> DecodingState:
         """Reads the prompts and draws the first token of every answer."""
-        lm, config, calls, held = self.lm.for_programs, self.config, self.calls, None
-        if config.sampling.repetition_penalty is not None:
-            held = tuple(map(jnp.asarray, self.prompts.with_contexts))
+        lm, config, calls = self.lm.for_programs, self.config, self.calls
+        held = None if config.sampling.repetition_penalty is None else self.prompts.with_contexts
         keys, least = _keys(config.seed, len(self.prompts.row_lengths)), config.min_new_tokens
         drawing = config.sampling, np.asarray(config.stop_token_ids, np.int32), np.int32(least) if least else None
         room = shared_size(max(_LEAST_ROOM, self.prompts.fed_tokens + 1))
         static: dict[str, Any] = {"new_tokens": room, "logprobs": config.num_logprobs}
 
-        def compile_decoding(logits: Any, rows: Any, shares: Any) -> None:
-            given = lm.without_weights, rows, logits, self.prompts.row_lengths, held, keys, shares
-            state = calls.start(begin_program, *given, *drawing, **static).shapes
+        def given(logits: Any, rows: Any, shares: Any) -> tuple[Any, ...]:
+            return lm.without_weights, rows, logits, self.prompts.row_lengths, held, keys, shares, *drawing
+
+        def compile_decoding(*read: Any) -> None:
+            state = calls.start(begin_program, *given(*read), **static).shapes
             for program in self._programs if config.max_new_tokens > 1 else ():
                 self._start(program, state)
 
         then = compile_decoding if config.num_samples == 1 else None
-        logits, rows, shares = self.prompts.read(calls, self.backend, then)
-        given = lm.without_weights, rows, logits, self.prompts.row_lengths, held, keys, shares
-        return calls(begin_program, *given, *drawing, **static)
+        return calls(begin_program, *given(*self.prompts.read(calls, self.backend, then)), **static)
 
     @property
     def _programs(self) -> list[Program]:
         """Programs that answers may need after their first token."""
         policy, most = self.lm.method.cache, self.config.max_new_tokens
         enters = any(end % policy.block_size + most > policy.block_size for end in self.prompts.ends)
-        may_leave = policy.window < UNBOUNDED and enters
-        return [decode_program, leave_program] if may_leave else [decode_program]
+        return [decode_program, leave_program] if policy.window < UNBOUNDED and enters else [decode_program]
 
-    def advance(self, state: DecodingState, steps: int) -> DecodingState:
+    def advance(self, steps: int) -> None:
         """Up to `steps` more tokens per row."""
-        limit, start, compiled = self.steps(state) + steps, time.perf_counter(), self.calls.compile_seconds
+        limit, start, compiled = self.steps + steps, time.perf_counter(), self.calls.compile_seconds
         limit = min(limit, self.config.max_new_tokens)
-        state = self._run(decode_program, state, limit)
-        while self._leaves(state, limit):
-            state = self._run(decode_program, self._run(leave_program, state, limit), limit)
-        state = jax.block_until_ready(state)
+        self._run(decode_program, limit)
+        while self._runs(limit):  # a block leaves the window of some row
+            self._run(leave_program, limit)
+            self._run(decode_program, limit)
+        jax.block_until_ready(self.state)
         self.decode_seconds += time.perf_counter() - start - (self.calls.compile_seconds - compiled)
-        return self._end_at_stop_strings(state)
+        self._end_at_stop_strings()
 
-    def _leaves(self, state: DecodingState, limit: int) -> bool:
-        """Whether a block leaves the window of a row that goes on."""
-        if self.lm.method.cache.window >= UNBOUNDED:
-            return False
-        rows = state.cache
-        done, step, lengths, start = on_host((state.done, state.step, state.lengths, rows.start))
-        start = start if start.ndim == 1 else start[:, 0].reshape(-1)  # devices on "model" agree
-        full = lengths + step - 1 - start >= rows.window_pages * rows.page_size
-        return bool((~done & (step < limit) & full).any())
-
-    def prepare_steps(self, state: DecodingState) -> None:
+    def prepare_steps(self) -> None:
         """Compiles all that the answers may need, so that none of their pieces waits for it."""
         for program in self._programs:
-            self.calls.wait(self._start(program, state))
+            self.calls.wait(self._start(program, self.state))
 
     def _start(self, program: Program, state: DecodingState) -> Any:
         """A program of steps for a state, or for its shapes: to look it up takes longer than a step."""
@@ -430,27 +402,33 @@ class Request:
             self._started[program] = self.calls.start(program, *args, backend=self.backend)
         return self._started[program]
 
-    def _run(self, program: Program, state: DecodingState, limit: int) -> DecodingState:
-        run = self.calls.wait(self._start(program, state))
-        return run(self.lm.for_programs, state, np.int32(limit), self.config.sampling)
+    def _run(self, program: Program, limit: int) -> None:
+        run = self.calls.wait(self._start(program, self.state))
+        self.state = run(self.lm.for_programs, self.state, np.int32(limit), self.config.sampling)
 
-    def _end_at_stop_strings(self, state: DecodingState) -> DecodingState:
-        if not self.config.stop or self.steps(state) < self.config.min_new_tokens:  # no text is needed before
-            return state
-        stopped = jnp.asarray([answer.stopped for answer in self.answers(state)])
-        return dataclasses.replace(state, done=state.done | stopped)
+    def _end_at_stop_strings(self) -> None:
+        if self.config.stop and self.steps >= self.config.min_new_tokens:  # no text is needed before
+            stopped = jnp.asarray([answer.stopped for answer in self.answers()])
+            self.state = dataclasses.replace(self.state, done=self.state.done | stopped)
 
-    def is_finished(self, state: DecodingState) -> bool:
+    @property
+    def is_finished(self) -> bool:
         """Whether no row will say more."""
-        return self.steps(state) >= self.config.max_new_tokens or bool(on_host(state.done).all())
+        return not self._runs(self.config.max_new_tokens)
 
-    def steps(self, state: DecodingState) -> int:
+    def _runs(self, limit: int) -> bool:
+        """Whether a row has not ended and has fewer tokens than that."""
+        done, step = on_host((self.state.done, self.state.step))
+        return bool((~done & (step < limit)).any())
+
+    @property
+    def steps(self) -> int:
         """Tokens of the longest answer so far."""
-        return int(np.max(on_host(state.step)))
+        return int(np.max(on_host(self.state.step)))
 
-    def answers(self, state: DecodingState) -> list[Answer]:
+    def answers(self) -> list[Answer]:
         """Each row's answer so far, cut at its stop token or stop string."""
-        tokens, steps = on_host((state.tokens, state.step))
+        tokens, steps = on_host((self.state.tokens, self.state.step))
         rows = zip(self._readers, tokens, steps, strict=True)
         return [reader.read(of_row[:step].tolist()) for reader, of_row, step in rows]
 

@@ -21,7 +21,6 @@ from tca_jax.engine.prompts import TokenizerWording
 from tca_jax.errors import UserTypeError, require, require_type
 from tca_jax.methods.base import Heads, Method, ScoredCache
 from tca_jax.methods.full import BASELINE
-from tca_jax.methods.registry import get
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder, DecoderLayer
 from tca_jax.models.names import MODEL
@@ -179,7 +178,7 @@ class LM:
 
     def in_model_order(self, layer: int, values: np.ndarray) -> np.ndarray:
         """Values for each KV head of a layer, axis 0, reordered from the mesh's order to the model's."""
-        return values if self.head_shards is None else values[self.head_shards.inverse[layer]]
+        return values if self.head_orders is None else values[np.argsort(self.head_orders[layer])]
 
     def head_numbers(self, layer: int) -> Int32[np.ndarray, " Hkv"]:
         """The KV heads of a layer in the mesh's order."""
@@ -193,11 +192,6 @@ class LM:
         devices = axis_size(self.mesh, MODEL)
         graphdef = device_graphdef(self.config, self.dtype, self.weights_dtype, devices)
         return dataclasses.replace(self, graphdef=graphdef, params=params)
-
-    @property
-    def on_one_device(self) -> LM:
-        """The model without its mesh, to compute sizes and to try methods without moving weights."""
-        return dataclasses.replace(self, mesh=None, head_orders=None)
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:
@@ -231,6 +225,8 @@ class LM:
             TypeError: `method` is neither, or options come with a method that is made already.
         """
         if isinstance(method, str):
+            from tca_jax.methods.registry import get
+
             method = get(method, **options)
         else:
             require_type("method", method, Method, "a tca_jax.methods.Method or a name")

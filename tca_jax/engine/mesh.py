@@ -64,15 +64,6 @@ class HeadShards:
         numbers = part_of_device(of_devices if isinstance(layer, int) else jnp.asarray(order)[layer])
         return Heads(numbers, tuple(map(tuple, of_devices.tolist())), MODEL)
 
-    def by_device(self, layer: int, values: Sequence[int] | np.ndarray) -> Int[np.ndarray, "devices Hkv"]:
-        """A number for each KV head, by the device that has the head and its place there."""
-        return np.asarray(values)[np.asarray(self.order[layer])].reshape(self.devices, -1)
-
-    @property
-    def inverse(self) -> Int[np.ndarray, "layers Hkv"]:
-        """The place of each KV head."""
-        return np.argsort(np.asarray(self.order), axis=1)
-
 
 class PerDevice:
     """A pytree of each device of a mesh; outside of programs its arrays have two more axes in front."""
@@ -100,7 +91,7 @@ class OverMesh:
         functools.update_wrapper(self, function)
 
     def __call__(self, lm: LM, *args: Any, **static: Any) -> Any:
-        if lm.mesh is None:
+        if (mesh := lm.mesh) is None:
             return self._function(lm, *args, **static)
 
         given, args = (lm.parameter_specs, *self._inputs_of(lm, args)), (lm.params, *args)
@@ -113,7 +104,7 @@ class OverMesh:
         def on_device(there: list[Any]) -> Any:
             inside = iter(there)
             parts = [
-                next(inside) if full else jnp.zeros(NamedSharding(lm.mesh, spec).shard_shape(leaf.shape), leaf.dtype)
+                next(inside) if full else jnp.zeros(NamedSharding(mesh, spec).shard_shape(leaf.shape), leaf.dtype)
                 for leaf, spec, full in zip(leaves, specs, filled, strict=True)
             ]
             params, *own = _with_arrays(jax.tree.unflatten(structure, parts), lambda array: array[0, 0])
@@ -121,7 +112,7 @@ class OverMesh:
 
         # `check_vma` would put the mesh axes over which values vary into their types, and each loop would have to begin
         # with values of the types that it ends with. Values that are replicated over an axis stay replicated.
-        options: Any = {"mesh": lm.mesh, "in_specs": (list(itertools.compress(specs, filled)),), "check_vma": False}
+        options: Any = {"mesh": mesh, "in_specs": (list(itertools.compress(specs, filled)),), "check_vma": False}
         mapped = jax.shard_map(on_device, **options, out_specs=self._outputs)
         return mapped(list(itertools.compress(leaves, filled)))
 
@@ -135,8 +126,6 @@ class OverMesh:
 
     def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         """Places the arguments after the model on its mesh. Already placed arrays and shapes pass through."""
-        if lm.mesh is None:
-            return tuple(args)
         put = functools.partial(place, mesh=lm.mesh)
         specs = _specs_of(self._inputs_of(lm, args), args)
         return tuple(jax.tree.map(put, spec, arg, is_leaf=_is_spec) for spec, arg in zip(specs, args, strict=True))
@@ -190,11 +179,6 @@ def rows_of_device(lm: LM, rows: int, what: str) -> int:
     return rows // devices
 
 
-def num_devices(mesh: Mesh | None) -> int:
-    """Devices of a mesh; 1 without one."""
-    return 1 if mesh is None else mesh.size
-
-
 def agreed(number: int, mesh: Mesh | None) -> int:
     """A number that processes may see differently, such as one of their clocks; the first one's where several share a
     mesh, for they have to run the same programs."""
@@ -235,7 +219,7 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def place(spec: PartitionSpec, x: Any, mesh: Mesh) -> Any:
+def place(spec: PartitionSpec, x: Any, mesh: Any) -> Any:
     """Places an array on a mesh. Already placed arrays and shapes pass through."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x

@@ -86,19 +86,15 @@ class Rows(PerDevice):
     @classmethod
     def create(
         cls,
-        layers: int,
-        rows: int,
-        heads: int,
-        *,
-        pages: int,  # of the pool
+        shape: tuple[int, int, int],  # layers, rows R, KV heads H
+        pool: tuple[int, int, int],  # pages P, tokens of a page b, head size d
         widths: Widths,
-        scored: bool,  # whether tokens have scores
-        page_size: int,
-        head_dim: int,
         dtype: DTypeLike,
+        *,
+        scored: bool,  # whether tokens have scores
     ) -> Rows:
         """Rows without tokens; all pages are free."""
-        shape, pool = (layers, rows, heads), (pages, page_size, head_dim)
+        pages, page_size, _ = pool
         of_scores = Scored(
             jnp.full((*shape, widths.window * page_size), -jnp.inf, jnp.float32),
             jnp.full((*shape, widths.means), pages, jnp.int32),
@@ -111,9 +107,9 @@ class Rows(PerDevice):
             FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(0)),
             jnp.full((*shape, widths.kept + widths.window), pages, jnp.int32),
             jnp.zeros(shape, jnp.int32),
-            start=jnp.zeros(rows, jnp.int32),
-            own=jnp.zeros(rows, jnp.int32),
-            length=jnp.zeros(rows, jnp.int32),
+            start=jnp.zeros(shape[1], jnp.int32),
+            own=jnp.zeros(shape[1], jnp.int32),
+            length=jnp.zeros(shape[1], jnp.int32),
             scored=of_scores if scored else None,
             window_pages=widths.window,
         )
@@ -215,10 +211,11 @@ class Rows(PerDevice):
             scored = scored._replace(
                 pages=scored.pages.at[layer, at].set(number), bias=scored.bias.at[layer, at].set(bias)
             )
-        pools = [self.k, self.v]
+        pools = self.k, self.v
         for numbers, *values in writes:
             flat = numbers.reshape(-1)
-            pools = [_set(pool, flat, x.reshape(len(flat), b, -1)) for pool, x in zip(pools, values, strict=True)]
+            new = tuple(encode(x.reshape(len(flat), b, -1), self.k) for x in values)
+            pools = jax.tree.map(lambda x, y, at=flat: x.at[at].set(y, mode="drop"), pools, new)
         table = jnp.concatenate([kept_pages, of_window], axis=-1)
         return dataclasses.replace(
             self,
@@ -288,19 +285,15 @@ class Rows(PerDevice):
         start: Int[Array, " R"],
     ) -> Rows:
         """Notes the scores of tokens of all layers at once: nothing reads them before a block leaves."""
-        if self.scored is None:
-            return self
-        place = jnp.where(new, positions - start, self.scored.scores.shape[-1])
-        filled = self.scored.scores.at[:, jnp.arange(len(start)), :, place].set(scores.swapaxes(0, 1), mode="drop")
-        return dataclasses.replace(self, scored=self.scored._replace(scores=filled))
+        scored: Any = self.scored
+        place = jnp.where(new, positions - start, scored.scores.shape[-1])
+        filled = scored.scores.at[:, jnp.arange(len(start)), :, place].set(scores.swapaxes(0, 1), mode="drop")
+        return dataclasses.replace(self, scored=scored._replace(scores=filled))
 
-    def leaving_block(self, layer: int | Array, dtype: Any) -> tuple[Array, Array]:
-        """Keys and values [R, H, b, d] of the window's oldest block."""
+    def leaving_keys(self, layer: int | Array, dtype: Any) -> Array:
+        """Keys [R, H, b, d] of the window's oldest block."""
         numbers = self.pages[layer][..., self.columns]
-        k, v = (
-            decode(jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), pool), dtype) for pool in (self.k, self.v)
-        )
-        return k, v
+        return decode(jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), self.k), dtype)
 
     def evict(
         self,
@@ -317,8 +310,8 @@ class Rows(PerDevice):
         table, kept, free = self.pages[layer], self.kept[layer], self.free
         oldest, out = table[..., columns], leaving[:, None]
         stays = out[..., None] & chosen
-        pools, had = [self.k, self.v], -(-kept // b)
-        blocks = [jax.tree.map(lambda x: x.at[oldest].get(mode="clip"), pool) for pool in pools]
+        pools, had = (self.k, self.v), -(-kept // b)
+        blocks = jax.tree.map(lambda x: x.at[oldest].get(mode="clip"), pools)
         kept_pages = table[..., :columns]
         if columns:
             counts = stays.sum(axis=-1, dtype=jnp.int32)
@@ -330,10 +323,7 @@ class Rows(PerDevice):
             place = kept[..., None] + jnp.cumsum(stays, axis=-1) - 1  # among the kept tokens
             target = jnp.take_along_axis(kept_pages, jnp.clip(place // b, 0, columns - 1), axis=-1)
             target = jnp.where(stays & (place < room[..., None]), target, none)
-            pools = [
-                jax.tree.map(lambda x, new: x.at[target, place % b].set(new, mode="drop"), pool, block)
-                for pool, block in zip(pools, blocks, strict=True)
-            ]
+            pools = jax.tree.map(lambda x, new: x.at[target, place % b].set(new, mode="drop"), pools, blocks)
             kept = jnp.minimum(kept + counts, jnp.maximum(room, kept))
         scored = self.scored
         if scored is not None:
@@ -351,11 +341,9 @@ class Rows(PerDevice):
                 own = jnp.take_along_axis(mean_pages, jnp.broadcast_to(column, (*oldest.shape, 1)), axis=-1)[..., 0]
                 own = jnp.where(out, own, none)
                 slot = jnp.broadcast_to((number % b)[:, None], own.shape)
-                means = [jnp.einsum("rhb,rhbd->rhd", weights, decode(block, jnp.float32)) for block in blocks]
-                pools = [
-                    jax.tree.map(lambda x, new: x.at[own, slot].set(new, mode="drop"), pool, encode(mean, pool))
-                    for pool, mean in zip(pools, means, strict=True)
-                ]
+                means = (jnp.einsum("rhb,rhbd->rhd", weights, decode(block, jnp.float32)) for block in blocks)
+                new = tuple(encode(mean, self.k) for mean in means)
+                pools = jax.tree.map(lambda x, y: x.at[own, slot].set(y, mode="drop"), pools, new)
                 its = out[..., None] & (jnp.arange(columns_of_means * b) == number[:, None, None])
                 scored = scored._replace(
                     pages=scored.pages.at[layer].set(mean_pages),
@@ -441,8 +429,7 @@ class Rows(PerDevice):
         kept, window = jnp.split(rows.pages, [self.columns], axis=-1)
         if self.columns:
             kept = copied(kept, rows.kept // b, rows.kept % b > 0)
-        last = jnp.broadcast_to((rows.length - rows.start) // b, rows.kept.shape[:1] + rows.length.shape)[..., None]
-        last = jnp.broadcast_to(last, rows.kept.shape)
+        last = jnp.broadcast_to(((rows.length - rows.start) // b)[:, None], rows.kept.shape)
         column = jnp.arange(self.window_pages)
         window = jnp.where(column <= last[..., None], window, none)  # pages without tokens are not shared
         window = copied(window, last, jnp.broadcast_to((rows.length % b > 0)[:, None], rows.kept.shape))
@@ -540,7 +527,3 @@ class Allocator:
 def _as_pages(x: Float[Array, "B n H d"], b: int) -> Float[Array, "B H pages b d"]:
     batch, _, heads, width = x.shape
     return x.swapaxes(1, 2).reshape(batch, heads, -1, b, width)
-
-
-def _set(pages: Stored, numbers: Int[Array, " n"], new: Float[Array, "n b d"]) -> Stored:
-    return jax.tree.map(lambda x, y: x.at[numbers].set(y, mode="drop"), pages, encode(new, pages))

@@ -142,15 +142,7 @@ def decode_continuation(lm: Encoder, tokens: Sequence[int], *, special: bool = F
 
     It is cut from the text of a letter and these: SentencePiece's tokenizers drop the first space of what they decode.
     """
-    return _decode_continuation(_tokenizer(lm, "text"), tokens, special=special)
-
-
-def token_text(tokenizer: Any, token: int) -> str:
-    """Text of a token inside a text, special ones included."""
-    return _decode_continuation(tokenizer, [token], special=True)
-
-
-def _decode_continuation(tokenizer: Any, tokens: Sequence[int], *, special: bool) -> str:
+    tokenizer = _tokenizer(lm, "text")
     anchor, text = _anchor(tokenizer)
     return tokenizer.decode([*anchor, *tokens], skip_special_tokens=not special)[len(text) :]
 

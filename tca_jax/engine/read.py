@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ from tca_jax.engine.mesh import (
     rows_of_device,
 )
 from tca_jax.engine.pages import NO_POOL, NO_TABLE, Rows, Widths
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.errors import UserError
 from tca_jax.methods.base import (
     Attended,
@@ -47,23 +48,14 @@ from tca_jax.models.names import MODEL, parameters
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.numerics import round_up
 from tca_jax.programs import Program
 
 
 def empty_rows(lm: LM, rows: int, widths: Widths, pages: int, dtype: Any) -> Rows:
     """Empty rows under a pool of `pages`; on a mesh, those of one device."""
-    return Rows.create(
-        lm.config.num_layers,
-        rows,
-        lm.config.num_kv_heads // axis_size(lm.mesh, MODEL),
-        pages=pages,
-        widths=widths,
-        scored=isinstance(lm.method.cache, ScoredCache),
-        page_size=lm.method.cache.block_size,
-        head_dim=lm.config.head_dim,
-        dtype=dtype,
-    )
+    shape = lm.config.num_layers, rows, lm.config.num_kv_heads // axis_size(lm.mesh, MODEL)
+    pool = pages, lm.method.cache.block_size, lm.config.head_dim
+    return Rows.create(shape, pool, widths, dtype, scored=isinstance(lm.method.cache, ScoredCache))
 
 
 #: Tokens of prompts that are read in one program under full attention, at most: the device reads a layer of them sooner
@@ -115,10 +107,8 @@ class Calls:
         return jnp.int32(value) if self.traced else _on_device(value)
 
 
-@functools.lru_cache(maxsize=4096)
-def _on_device(value: int) -> Int[Array, ""]:
-    """A number on the device, where it stays: a copy for each call takes longer than the call."""
-    return jnp.int32(value)
+#: Numbers on the device, where they stay: a copy for each call takes longer than the call.
+_on_device = functools.lru_cache(maxsize=4096)(lambda value: jnp.int32(value))
 
 
 def read(
@@ -177,7 +167,8 @@ class Layers:
         of_prompts = None if layout is None else lm.cache_layout(layout.batch, layout.prompt_tokens)
         self._room = 0  # tokens of a row that scores may keep
         if of_prompts is not None and isinstance(lm.method.cache, ScoredCache):
-            of_prompts, self._room = dataclasses.replace(of_prompts, shared_pages=()), layout.most_shared
+            self._room = layout.shared_pages[0][0] * layout.block_size
+            of_prompts = dataclasses.replace(of_prompts, shared_pages=())
         self._static: dict[str, Any] = {"layout": of_prompts, "backend": backend}
         self._programs: dict[Any, Any] = {}
         self.x: Any = None  # shapes of these and of `out` are there after `prepare`
@@ -321,30 +312,22 @@ def _attend_layer(
     scores = lm.scores(index, module, x, jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
 
     def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Array, Rows | None]]:
+        others: list[Any] = []
         if scores is not None:
-            kept_so_far = None if rows is None else rows.kept
-            attended, written = _attend_scored(lm, index, q, k, v, scores, lengths, layout, kept_so_far, room, backend)
+            held = None if rows is None else rows.kept
+            attended, kept, *others = _attend_scored(lm, index, q, k, v, scores, lengths, layout, held, room, backend)
         else:
-            attended, written = attend_selected(method, index, lm.heads(index), q, k, v, lengths, layout, backend)
+            attended, kept = attend_selected(method, index, lm.heads(index), q, k, v, lengths, layout, backend)
         if rows is None:
-            (out, pairs), filled = attended, None
-            return out, (pairs, filled)
+            return attended.out, (attended.pairs, None)
         at = jnp.arange(len(lengths))
-        filled = rows.with_prompts(index, at, written.kept, k, v, lengths, most, scores, written.means, written.raised)
+        filled = rows.with_prompts(index, at, kept, k, v, lengths, most, scores, *others)
         # The pages are filled before the model goes on: left to itself the compiler keeps all layers' k and v.
         (out, pairs), filled = jax.lax.optimization_barrier((attended, filled))
         return out, (pairs, filled)
 
     out, (pairs, filled) = module.attend(x, cos, sin, attention, None)
     return out, shares + pairs / causal_pairs(lengths), filled
-
-
-class _Written(NamedTuple):
-    """Arguments of `Rows.with_prompts` from a layer's selection."""
-
-    kept: Pool | None
-    means: BlockMeans | None = None
-    raised: Bool[Array, " B"] | None = None
 
 
 def attend_selected(
@@ -357,7 +340,7 @@ def attend_selected(
     lengths: Array,
     layout: CacheLayout | None,
     backend: Backend,
-) -> tuple[Attended, _Written]:
+) -> tuple[Attended, Pool | None]:
     """Attention of prompts, and the tokens of a layer for their rows."""
     policy, kept, readable = method.cache, None, None
     if layout is not None and layout.has_ranked_blocks:
@@ -369,7 +352,7 @@ def attend_selected(
             )
         readable = kept if method.prefill_reads_cache else None
     attended = method.prefill.attend(layer, heads, q, k, v, lengths, readable, backend)
-    return attended, _Written(None if kept is None else kept.pool)
+    return attended, None if kept is None else kept.pool
 
 
 def _attend_scored(
@@ -384,11 +367,12 @@ def _attend_scored(
     kept_so_far: Int[Array, "layers B H"] | None,
     room: Int[Array, ""],  # for kept tokens of a row
     backend: Backend,
-) -> tuple[Attended, _Written]:
-    """`attend_selected` where tokens have scores."""
+) -> tuple[Attended, Pool | None, BlockMeans | None, Bool[Array, " B"] | None]:
+    """`attend_selected` where tokens have scores: also means of the others, and rows without room for all."""
     policy, prefill, settings = lm.method.cache, lm.method.prefill, lm.scored_settings(layer)
     assert isinstance(policy, ScoredCache)
-    b, (batch, length, heads, _), written = policy.block_size, k.shape, _Written(None)
+    b, (batch, length, heads, _) = policy.block_size, k.shape
+    kept: tuple[Any, Any, Any] = None, None, None
     if layout is not None and layout.has_ranked_blocks:
         edge = (lengths // b * b - policy.window)[:, None, None]
         stays, raised, ranks = policy.stays(settings, scores) & (jnp.arange(length) < edge), None, scores
@@ -403,12 +387,14 @@ def _attend_scored(
             stays, raised = _highest(stays, ranks, part)
         with jax.named_scope("select"):
             regions = Regions.plan(batch, [length] * heads, b)
-            kept = regions.fill(Selection.of_tokens(stays, b), k, v, block_size=b, backend=backend).pool
+            pool = regions.fill(Selection.of_tokens(stays, b), k, v, block_size=b, backend=backend).pool
         means = policy.block_means(k, v, scores, ~stays) if policy.means else None  # of whole blocks
-        written = _Written(kept, means, raised)
+        kept = pool, means, raised
     if isinstance(prefill, ScoredPrefill):
-        return prefill.attend_scored(settings, q, k, v, scores, lengths, backend), written
-    return prefill.attend(0, Heads.all(heads), q, k, v, lengths, None, backend), written
+        attended = prefill.attend_scored(settings, q, k, v, scores, lengths, backend)
+    else:
+        attended = prefill.attend(0, Heads.all(heads), q, k, v, lengths, None, backend)
+    return attended, *kept
 
 
 def _highest(
@@ -443,8 +429,7 @@ def compacted(lm: LM, rows: Rows, calls: Calls) -> Rows:
     """The rows in a pool of about the pages that they name."""
     lm = lm.without_weights
     named = int(np.max(on_host(calls(_named_program, lm, rows))))
-    step = max(1, 2 ** (named.bit_length() - 4))  # at most 8 sizes an octave
-    pages = round_up(named, step)
+    pages = bucket_length(named, smallest=1)
     return rows if pages >= rows.num_pages else calls(_compact_program, lm, rows, pages=pages)
 
 
@@ -490,28 +475,20 @@ def fork(
     return calls(program, lm.without_weights, pool, table, source, most, **static)
 
 
-def require_finite(
-    lm: LM,
-    tokens: Int[np.ndarray, "B L"],
-    lengths: Int[np.ndarray, " B"],
-    finite: Bool[np.ndarray, " B"],
-    argument: str,
-) -> None:
-    """Raises ValueError unless the logits of all rows are finite; the message names the cause in one row."""
-    if finite.all():
-        return
-    row = int(np.argmin(finite))
-    cause = _cause(lm, tokens[row, : lengths[row]])
-    raise UserError(f"{lm.name} computes NaN or infinity for {argument}[{row}]: {cause}")
+def require_finite(lm: LM, finite: np.ndarray, argument: str, ids: Callable[[int], Sequence[int]]) -> None:
+    """Raises ValueError, with the cause in one row, unless the logits of all rows, of these token ids, are finite."""
+    if not finite.all():
+        row = int(np.argmin(finite))
+        raise UserError(f"{lm.name} computes NaN or infinity for {argument}[{row}]: {_cause(lm, ids(row))}")
 
 
-def _cause(lm: LM, prompt: Int[np.ndarray, " L"]) -> str:
+def _cause(lm: LM, prompt: Sequence[int]) -> str:
     for parameter in parameters(lm.decoder):
         tensors = parameter.layout.split(parameter.variable[...])
         for name, tensor in zip(parameter.names, tensors, strict=True):
             if not bool(jnp.isfinite(tensor).all()):
                 return f"the weight {name} is not finite"
-    tokens = jnp.tile(jnp.asarray(prompt), (axis_size(lm.mesh, DATA), 1))
+    tokens = jnp.asarray([prompt] * axis_size(lm.mesh, DATA), jnp.int32)
     lengths = jnp.full(len(tokens), len(prompt), jnp.int32)
     layers = Layers(lm.with_method(BASELINE).for_programs, tokens, lengths, lengths, None, Calls(), "auto")
     layers.begin()

@@ -82,8 +82,8 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
     layers.run(None)
     (logprobs, _, top), shares = on_host(layers.finish(_score_texts_program, tokens, top=int(top_logprobs)))
     rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
-    require_finite(lm, padded, lengths, np.array([np.isfinite(row).all() for row in rows]), "texts")
-    likeliest = top and [pairs(*each, len(row)) for *each, row in zip(*top, rows, strict=True)]
+    require_finite(lm, np.array([np.isfinite(row).all() for row in rows]), "texts", ids.__getitem__)
+    likeliest = top and [pairs(best, values, len(row)) for best, values, row in zip(*top, rows, strict=True)]
     return Scores(ids, rows, shares.tolist(), likeliest)
 
 
@@ -139,7 +139,10 @@ def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tok
     """Scores of tokens, each given by the logits beside it."""
     of_all = jax.nn.log_softmax(logits)
     own, greedy = jnp.take_along_axis(of_all, tokens[..., None], axis=-1)[..., 0], jnp.argmax(logits, axis=-1) == tokens
-    return TokenScores(own, greedy, tuple(reversed(jax.lax.top_k(of_all, top))) if top else None)
+    if not top:
+        return TokenScores(own, greedy)
+    values, ids = jax.lax.top_k(of_all, top)
+    return TokenScores(own, greedy, (ids, values))
 
 
 _score_texts_program = Program(OverMesh(_score_texts, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))

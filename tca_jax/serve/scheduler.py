@@ -247,7 +247,7 @@ class Scheduler:
             if request.slot is None:  # the error of another row has ended it
                 continue
             with self._failing(request):
-                _require_finite(self._lm, request.tokens, finite, "prompts")
+                read.require_finite(self._lm, np.array([finite]), "prompts", [request.tokens].__getitem__)
                 if done or request.streamed >= request.max_new_tokens:
                     self._leave(request, "stop" if done else "length")
                 elif new:
@@ -387,7 +387,7 @@ class Scheduler:
                 continue
             own, of_row, share = logits[row : row + 1], row_of(bare(rows), row), float(shares[row])
             try:
-                _require_finite(self._lm, document.tokens, bool(np.isfinite(own).all()), "document")
+                read.require_finite(self._lm, np.isfinite(own).all(axis=-1), "document", [document.tokens].__getitem__)
                 if rows.k is None:
                     self._documents.enter(document, of_row, share)
                 else:
@@ -395,10 +395,3 @@ class Scheduler:
             except Exception as error:
                 self._documents.fail(document, error)
             document.logits = None if document.named else own
-
-
-def _require_finite(lm: LM, tokens: list[int], finite: bool, argument: str) -> None:
-    """Raises ValueError, as `generate` does, unless the logits after these tokens are finite."""
-    if not finite:
-        lengths = np.asarray([len(tokens)], np.int32)
-        read.require_finite(lm, np.asarray([tokens], np.int32), lengths, np.zeros(1, bool), argument)

@@ -117,8 +117,7 @@ def check(rows, tokens, theta):
 def read():
     """Rows of three prompts, and what they hold."""
     rng, theta = np.random.default_rng(0), 0.8
-    sizes = {"pages": PAGES, "widths": Widths(COLUMNS, W, 1), "page_size": B, "head_dim": D}
-    rows = Rows.create(LAYERS, ROWS, HEADS, **sizes, scored=True, dtype=jnp.float32)
+    rows = Rows.create((LAYERS, ROWS, HEADS), (PAGES, B, D), Widths(COLUMNS, W, 1), jnp.float32, scored=True)
     tokens = [Tokens(rng, length) for length in (700, 130, 384)]
     for row, of_row in enumerate(tokens):
         rows = prompt_of(rows, row, of_row, theta)

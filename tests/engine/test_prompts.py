@@ -20,7 +20,6 @@ from tca_jax.engine.prompts import (
     encode_verbatim,
     pad_tokens,
     render_chat,
-    token_text,
 )
 
 USER = {"role": "user", "content": "hello"}
@@ -120,8 +119,8 @@ def test_a_token_over_the_boundary_is_split(name, request):
 
 def test_texts_of_tokens_keep_their_spaces(pieces):
     ids = encode_prompt(pieces, "Who is here? The sky")
-    assert "".join(token_text(pieces.tokenizer, token) for token in ids[1:]) == " Who is here? The sky"
-    assert token_text(pieces.tokenizer, ids[0]) == "<s>"
+    assert "".join(decode_continuation(pieces, [token], special=True) for token in ids[1:]) == " Who is here? The sky"
+    assert decode_continuation(pieces, ids[:1], special=True) == "<s>"
     assert decode_continuation(pieces, ids[1:]) == " Who is here? The sky"
 
 
