@@ -61,16 +61,14 @@ def calibrate(
     """
     given = {"tau": tau, "window": window, "block_size": block_size, "criterion": criterion}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    for name in () if paper else settings:
-        require(False, f"--{name.replace('_', '-')} goes with --paper")
+    require(paper or not settings, f"--{next(iter(settings), '').replace('_', '-')} goes with --paper")
     require(kept is None or not paper, "--kept goes with predicted worth: leave out --paper")
     with naming_options(*given):
         config = TCAConfig.paper(**settings) if paper else None
     require_writable(out, "--out")
     texts = [(f"--text {path}", read_text(path, "--text")) for path in text]
 
-    from tca_jax.calibration.run import calibrate as run_calibration
-    from tca_jax.calibration.run import require_length
+    from tca_jax.calibration import run
     from tca_jax.calibration.worth_profile import packed_texts
     from tca_jax.engine.prompts import encode_prompt
     from tca_jax.loading import check_options, open_checkpoint
@@ -89,12 +87,12 @@ def calibrate(
         for name, words in texts:
             ids = encode_prompt(checkpoint, words, name)
             own = _spread(ids, most, count)
-            require_length(f"{name}, cut to {most}," if len(ids) > most else name, len(own[0]), checkpoint, config)
+            run.require_length(f"{name}, cut to {most}," if len(ids) > most else name, len(own[0]), checkpoint, config)
             sequences += own
     with progress(log=True) as report:
         load = functools.partial(report, f"loading {model}")
         lm = checkpoint.load(dtype=dtype, weights=weights, progress=load)
-        profile = run_calibration(lm, sequences, config, **options, progress=report)
+        profile = run.calibrate(lm, sequences, config, **options, progress=report)
     with naming(out):
         profile.save(out)
     print_profile(profile, out, None, as_json)

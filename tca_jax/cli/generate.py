@@ -92,7 +92,7 @@ def generate(
             who = {"model": model, "profile": running.profile, "method": lm.method.name}
             print_json(who | _record(out, len(prompts), lm))
             return
-        _print_answers([_heading(*text) for text in texts], out)
+        _print_answers(texts, out)
     else:
         streamed = print_stream(tca_jax.stream(lm, prompts[0], config, **options), "compiling, and reading the prompt")
         assert streamed is not None
@@ -154,21 +154,17 @@ def cut_note(out: Output) -> str:
     return f"\n{subject} cut at {max(cut)} tokens: --max-new-tokens sets the limit"
 
 
-def _heading(name: str, text: str) -> str:
-    """Heading of a prompt's answer: the name of the prompt's file, or its first words."""
-    if name.startswith("--prompt-file "):
-        return name.removeprefix("--prompt-file ")
-    words = " ".join(text.split())
-    return words if len(words) <= _HEADING_CHARACTERS else words[: _HEADING_CHARACTERS - 1] + "…"
-
-
-def _print_answers(headings: Sequence[str], out: Output) -> None:
-    """Prints every answer under its heading."""
-    samples = len(out.tokens) // len(headings)
-    for i, text in enumerate(out.text):
+def _print_answers(texts: Sequence[tuple[str, str]], out: Output) -> None:
+    """Prints every answer under a heading: the name of the prompt's file, or its first words."""
+    samples = len(out.tokens) // len(texts)
+    for i, answer in enumerate(out.text):
+        name, prompt = texts[i // samples]
+        heading = " ".join(prompt.split())
+        heading = heading if len(heading) <= _HEADING_CHARACTERS else heading[: _HEADING_CHARACTERS - 1] + "…"
+        heading = name.removeprefix("--prompt-file ") if name.startswith("--prompt-file ") else heading
         sample = f", answer {i % samples + 1} of {samples}" if samples > 1 else ""
-        print(f"[{i // samples + 1}{sample}] {headings[i // samples]}")
-        print(text)
+        print(f"[{i // samples + 1}{sample}] {heading}")
+        print(answer)
 
 
 def _record(out: Output, num_prompts: int, lm: LM) -> dict[str, Any]:

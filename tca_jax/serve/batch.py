@@ -70,8 +70,8 @@ class Request:
 class Batch:
     """Rows of answers, each after a document. Only the engine's thread calls it.
 
-    `rows` are the requests, None for free rows. All take pages from the free ones of the batch's table, each at most
-    those that it reserved.
+    `rows` are the requests, None for free rows; `state` is that of decoding, without its cache, which is `table` with
+    the pool. All rows take pages from the free ones of the table, each at most those that it reserved.
     """
 
     def __init__(self, lm: LM, pool: PagePool, max_rows: int, backend: Backend) -> None:
@@ -103,17 +103,12 @@ class Batch:
         """Whether a step is dispatched only after the tokens of the last one: for a mask, or for log-probabilities."""
         return any(each.mask is not None or each.stream.config.logprobs is not False for each in self.requests)
 
-    @property
-    def is_intact(self) -> bool:
-        """Whether no failed program has consumed its arrays."""
-        return is_intact((self._state, self._table))
-
     def restart(self) -> None:
         """Empties the batch; its tables stay as wide."""
         self.pending.clear()
-        self._state = pages.empty_state.run(self._bare_lm, rows=len(self.rows), stops=_MAX_STOPS)
+        self.state = pages.empty_state.run(self._bare_lm, rows=len(self.rows), stops=_MAX_STOPS)
         nothing = [np.zeros(0, np.int32)] * self._pool.devices
-        self._table = self._pool.empty_table(len(self.rows), self._widths, nothing)
+        self.table = self._pool.empty_table(len(self.rows), self._widths, nothing)
 
     def begin(self, request: Request) -> bool:
         """Gives a request a row that continues its document; false without a free one, or enough pages."""
@@ -123,9 +118,9 @@ class Batch:
             return False
         self._pool.free_answers -= count
         request.reserved, request.slot = count, int(np.argmin(live))
-        self.rows[request.slot] = request
-        self._table = pages.refresh.run(self._bare_lm, self._table, self._pool.of_answers, live)
-        self._put(request, self.fork(request.parent, request.own_tokens, self._table.free))
+        self.rows[request.slot], request.logits = request, None if request.new else request.parent.logits
+        self.table = pages.refresh.run(self._bare_lm, self.table, self._pool.of_answers, live)
+        self._put(request, self.fork(request.parent, request.own_tokens, self.table.free))
         return True
 
     def fork(self, document: Document, own_tokens: int, free: FreePages) -> Rows:
@@ -144,16 +139,13 @@ class Batch:
             request.reserved, request.slot, request.scheduled = 0, None, 0
 
     def row_of(self, request: Request) -> Rows:
-        return pages.row.run(self._bare_lm, bare(self._table), np.int32(request.slot or 0))
+        return pages.row.run(self._bare_lm, bare(self.table), np.int32(request.slot or 0))
 
     def _put(self, request: Request, row: Rows) -> None:
-        self._table = pages.put.run(self._bare_lm, bare(self._table), row, np.int32(request.slot or 0))
+        self.table = pages.put.run(self._bare_lm, bare(self.table), row, np.int32(request.slot or 0))
 
     def feed_next(self, request: Request) -> None:
-        if not request.new:
-            request.logits = request.parent.logits
-            return
-        row, held = dataclasses.replace(self.row_of(request), free=self._table.free), len(request.parent.tokens)
+        row, held = dataclasses.replace(self.row_of(request), free=self.table.free), len(request.parent.tokens)
         row, request.logits, count = self.feed(row, request.new[request.fed :], held + request.fed)
         self._put(request, row)
         request.fed += count
@@ -172,7 +164,7 @@ class Batch:
         config, vocabulary = request.stream.config, self._lm.config.vocab_size
         request.scheduled = 1
         self._fit()
-        state, seen, allowed = self._state, None, None
+        state, seen, allowed = self.state, None, None
         if state.seen is not None:
             seen, allowed = np.zeros((1, vocabulary), bool), self._allowed([request])
             seen[0, request.tokens] = True
@@ -183,7 +175,7 @@ class Batch:
         fields["lengths"] = np.asarray([len(request.tokens)], np.int32)
         fields["min_new_tokens"] = np.asarray([config.min_new_tokens], np.int32)
         drawing = np.int32(request.slot or 0), request.logits, fields, self._sampling([request]), allowed
-        self._state, output = pages.admit.run(self._bare_lm, state, *drawing)
+        self.state, output = pages.admit.run(self._bare_lm, state, *drawing)
         request.logits = None
         self.pending = [(output, tuple(self.rows))]  # it has the tokens of the step before, too
 
@@ -198,8 +190,8 @@ class Batch:
             evicts |= self._bounded and position % b == 0 and position >= full  # a block may leave its window
             request.scheduled += 1
         limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
-        sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
-        state = dataclasses.replace(self._state, cache=self._pool.lend(self._table))
+        sampling, allowed = self._sampling(self.rows), None if self.state.seen is None else self._allowed(self.rows)
+        state = dataclasses.replace(self.state, cache=self._pool.lend(self.table))
         given = self._program_lm, state, limit, sampling, allowed
         # To compare the shapes of all arguments is as slow as a step: these alone change.
         key = state.seen is None, None if state.top is None else state.top[0].shape, state.stop_tokens.shape
@@ -208,8 +200,8 @@ class Batch:
             started = [pages.step.start(*given, evicts=kind, backend=self._backend) for kind in kinds]
             self._step_programs[key] = [program for program, _ in started]
         state, output = self._step_programs[key][evicts](*given)
-        self._table = self._pool.take_back(state.cache)
-        self._state = dataclasses.replace(state, cache=None)
+        self.table = self._pool.take_back(state.cache)
+        self.state = dataclasses.replace(state, cache=None)
         self.pending.append((output, tuple(self.rows)))
 
     def wait(self) -> list[tuple[Request, int, bool, bool]]:
@@ -217,7 +209,7 @@ class Batch:
 
         Returns requests, their numbers of new tokens, whether logits are finite, and whether a stop token was drawn.
         """
-        (packed, rows), state = self.pending.pop(0), self._state
+        (packed, rows), state = self.pending.pop(0), self.state
         steps, done, finite, last = np.asarray(packed).tolist()
         # Of the last dispatched step: where a row wants them, this is the only one.
         logprobs, top = on_host((state.logprobs, state.top)) if self.waits else ([], [])
@@ -237,7 +229,7 @@ class Batch:
 
     def _fit(self) -> None:
         """Adapts the state's optional arrays to its rows: an unused one costs time."""
-        streams, state, vocabulary = [each.stream for each in self.requests], self._state, self._lm.config.vocab_size
+        streams, state, vocabulary = [each.stream for each in self.requests], self.state, self._lm.config.vocab_size
         stops = max(len(stream.config.stop_token_ids or ()) for stream in streams)
         if stops > state.stop_tokens.shape[1]:
             wide = ((0, 0), (0, bucket_length(stops, 1) - state.stop_tokens.shape[1]))
@@ -252,7 +244,7 @@ class Batch:
         elif state.top is None or state.top[0].shape[-1] < most:
             shape = len(self.rows), 1, min(vocabulary, bucket_length(most, 4))
             state = dataclasses.replace(state, top=(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
-        self._state = state
+        self.state = state
 
     def _allowed(self, requests: Sequence[Request | None]) -> UInt8[np.ndarray, "R W"]:
         """Tokens that rows may draw next, packed."""
@@ -273,14 +265,14 @@ class Batch:
     def _widen(self, *wanted: Widths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""
         self._widths = Widths(*map(max, self._widths, *wanted))
-        if self._widths != self._table.widths:
+        if self._widths != self.table.widths:
             self._step_programs.clear()
-            self._table = pages.widen.run(self._bare_lm, self._table, widths=self._widths, pages=self._pool.total)
+            self.table = pages.widen.run(self._bare_lm, self.table, widths=self._widths, pages=self._pool.total)
 
     def _sampling(self, requests: Sequence[Request | None]) -> Sampling:
         """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The
         second one takes masks, too."""
-        if self._state.seen is None:  # all are greedy, and have no mask
+        if self.state.seen is None:  # all are greedy, and have no mask
             return Sampling()
         rows = [Sampling() if request is None else request.stream.sampling for request in requests]
         arrays: dict[str, Any] = {}

@@ -58,8 +58,6 @@ class Grammars:
         matcher.consume_tokens(tokens[-1:])
         bits = bytes(-(-self._size // 8)) if matcher.is_stopped() or matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
-            error = (
-                matcher.get_error().removesuffix("<non-verbose/>").replace("NoExtensionBias", "no token fits").strip()
-            )
-            raise UserError(f"{argument}{f', after {len(tokens)} tokens' if tokens else ''}: {error[:500]}")
+            error = matcher.get_error().removesuffix("<non-verbose/>").replace("NoExtensionBias", "no token fits")
+            raise UserError(f"{argument}{f', after {len(tokens)} tokens' if tokens else ''}: {error.strip()[:500]}")
         return np.unpackbits(np.frombuffer(bits, np.uint8), count=self._size, bitorder="little").view(bool)

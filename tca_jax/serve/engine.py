@@ -114,8 +114,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.failure: EngineEnded | None = None
         self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
         self._changed = threading.Condition()
-        self._stopping = self._ended = False
-        self._resting = True
+        self._stopping, self._ended, self._resting = False, False, True
         self._thread = threading.Thread(target=self._run, name="tca-jax-engine", daemon=True)
         self._thread.start()
 
@@ -138,11 +137,6 @@ class Engine(AbstractContextManager["Engine"]):
     def answer_pages(self) -> Pages:
         """Pages for questions and answers."""
         return Pages(self._pool.free_answers, self._pool.answers)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page on all devices."""
-        return self._pool.page_bytes
 
     # Documents
 

@@ -20,8 +20,7 @@ class Metrics:
     """Prometheus metrics of one server; `open` are its answers that wait or are written."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.registry = engine, CollectorRegistry()
-        self.open: set[Any] = set()
+        self._engine, self.registry, self.open = engine, CollectorRegistry(), set[Any]()
         made: dict[str, Any] = {"registry": self.registry, "namespace": "tca_jax"}
         self.requests = Counter("requests", "Requests by path and HTTP status.", ["path", "status"], **made)
         self._answers = Counter("answers", "Answers by how they ended.", ["finish_reason"], **made)
@@ -50,10 +49,11 @@ class Metrics:
         begun = [bool(stream.first_token_at) for answers in self.open for stream in answers.streams]
         pools = {"documents": engine.document_pages, "answers": engine.answer_pages}
         pages = {(of, state): getattr(pool, state) for of, pool in pools.items() for state in ("free", "total")}
-        sizes = {(state,): [each.num_bytes for each in documents if each.state == state] for state in get_args(State)}
-        sizes["stored",] = [each.num_bytes for each in documents if each.stored]
-        counts, held = ({state: count(each) for state, each in sizes.items()} for count in (len, sum))
-        of_pages = {state: num_bytes // engine.page_bytes for state, num_bytes in held.items()}
+        groups = {(state,): [each for each in documents if each.state == state] for state in get_args(State)}
+        groups["stored",] = [each for each in documents if each.stored]
+        counts = {state: len(group) for state, group in groups.items()}
+        held = {state: sum(each.num_bytes for each in group) for state, group in groups.items()}
+        of_pages = {state: sum(each.num_pages for each in group) for state, group in groups.items()}
         rows = {("waiting",): begun.count(False), ("running",): begun.count(True)}
         gauges: list[tuple[str, str, Mapping[Any, float]]] = [
             ("rows", "Answers that wait for their first token, and that are written.", rows),
@@ -62,7 +62,7 @@ class Metrics:
             ("pages", "Pages of each device, by their use.", pages),
             ("documents", "Documents by where they are; those on disk as well as elsewhere are stored.", counts),
             ("document_bytes", "Their keys and values.", held),
-            ("document_pages", "Their pages on each device, or of as many bytes.", of_pages),
+            ("document_pages", "Their pages on each device, there or elsewhere.", of_pages),
         ]
         for name, words, values in gauges:
             of_each = ["of", "state"][name != "pages" :]

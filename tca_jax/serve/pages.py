@@ -44,11 +44,10 @@ class PagePool:
         self.of_answers = np.zeros((self.devices, self.total), bool)
         for device, numbers in enumerate(self.allocator.take(answers)):
             self.of_answers[device, numbers] = True
-        self.arrays: Any = None
         self.renew()
 
     def renew(self) -> None:
-        self.arrays = None  # their memory is that of the new ones
+        self.arrays: Any = None  # their memory is that of the new ones
         self.arrays = empty_pool.run(self._lm, pages=self.total, dtype=self._dtype)
 
     def lend(self, table: Rows | None, free: FreePages | None = None) -> Rows:

@@ -32,7 +32,6 @@ _TOGETHER_TOKENS = 2048  # longer prompts are read alone
 # Tokens times layers between two steps; a layer is the least. Running answers wait as long as they take: for a layer of
 # LLaMA-3.1-8B at 131,072 tokens 57 TFLOP of matrix products, a tenth of a second of an H200, and its attention.
 _PART_TOKENS = 131_072
-_COMPILERS = 2  # threads
 _COMPILE_WAIT_SECONDS = 0.01  # before answers take steps
 _log = logging.getLogger(__name__)
 
@@ -50,11 +49,10 @@ class Scheduler:
         self._backend, self._reading = backend, list[Document]()
         self._parts: Any = None  # of reading these: their tokens times layers
         self._programs: Future[Any] = Future()
-        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="tca-jax-compile")
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="tca-jax-compile")
         self._requests: list[Request] = []  # that have not ended
         self._arrivals = itertools.count()
-        self._no_pages = False  # one that waits for pages of documents comes first
-        self._no_rows = False  # one that waits for a row, or for pages of answers, comes first
+        self._no_pages = self._no_rows = False  # one that waits for pages of documents, or for a row, comes first
 
     # What other threads call
 
@@ -142,7 +140,7 @@ class Scheduler:
     def _recover(self, error: Exception) -> None:
         """Replaces the arrays that a failed program has consumed: rows of the batch fail, other requests restart."""
         pool = is_intact(self._pool.arrays)
-        if self._batch.is_intact and pool:
+        if pool and is_intact((self._batch.state, self._batch.table)):
             return
         _log.error("the batch begins again after an error", exc_info=error)
         for request in self._batch.requests:
@@ -186,7 +184,7 @@ class Scheduler:
         """Feeds a piece of a request; false where it waits."""
         if request.slot is None and not self._begin(request):
             return False
-        if request.fed < len(request.new) or request.logits is None:
+        if request.fed < len(request.new):
             self._batch.feed_next(request)
         if request.fed == len(request.new) and self._update_mask(request):
             self._batch.admit(request)

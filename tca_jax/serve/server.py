@@ -15,7 +15,6 @@ import signal
 import socket
 import threading
 import time
-import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,8 +41,8 @@ Endpoint = Callable[[Request], Response | Json | Awaitable[Response | Json]]
 Prompt = tuple[str | None, list[int]]  # a document's id, and the tokens after it
 _DOCUMENT = "\u2063document\u2063"  # stands for a document while a chat is rendered
 _CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SCHEMA = "response_format.json_schema.schema"  # the field, in errors
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,7 +399,7 @@ def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: C
     web, interrupted = uvicorn.Server(uvicorn.Config(server.app, **options)), False
     begin_exit = web.handle_exit
 
-    def handle_exit(sig: int, frame: types.FrameType | None) -> None:
+    def handle_exit(sig: int, frame: Any) -> None:
         nonlocal interrupted
         interrupted = interrupted or sig == signal.SIGINT
         asyncio.get_running_loop().call_later(settings.grace, server.close)  # answers may end until then
