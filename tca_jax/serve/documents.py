@@ -316,7 +316,7 @@ class Documents:
         """Stored documents, oldest first. A damaged entry is skipped, with a line in the log."""
         self._folder.mkdir(parents=True, exist_ok=True)
         found = []
-        for folder in self._folder.glob("doc-*"):
+        for folder in sorted(self._folder.glob("doc-*")):
             if not (folder / _ENTRY).exists():  # by an engine that was killed
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
