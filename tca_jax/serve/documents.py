@@ -133,8 +133,9 @@ class Documents:
             document.parent = self.usable(ids[0]) or self.usable(ids[1])
             if document.parent is None:
                 document.parent = Document(ids[1], tokens, parts, named=False, arrival=document.arrival)
-                document.parent.users.add(document)
                 self.by_id[document.parent.id] = document.parent
+            if not document.parent.named:
+                document.parent.users.add(document)
         return document.parent
 
     def all(self) -> list[Document]:
@@ -158,15 +159,16 @@ class Documents:
         """Marks a document as failed. Its pages are freed; a named one may stay listed."""
         document.error = error
         self._release(document)
-        self._leave_parent(document)
-        document.chunks, document.storing = None, False
+        self.unpin(document)
+        document.chunks, document.parent, document.storing = None, None, False
         if not (document.named and listed) and self.by_id.get(document.id) is document:
             del self.by_id[document.id]
 
-    def _leave_parent(self, document: Document) -> None:
+    def unpin(self, document: Document) -> None:
+        """Has the parent of a document stay for it no longer; one that is dropped then is looked for again."""
         if document.parent is not None:
             document.parent.users.discard(document)
-        document.parent = None
+            document.parent = document.parent if document.parent.named else None
 
     def _release(self, document: Document) -> None:
         if document.here:
@@ -222,7 +224,8 @@ class Documents:
         document.table, document.pages, document.attended_share = table, numbers, attended_share
         document.num_bytes = document.num_pages * self.pool.page_bytes
         self.by_id[document.id] = document
-        self._leave_parent(document)
+        self.unpin(document)
+        document.parent = None
         if self._folder is not None and document.named and not document.stored:
             document.storing, document.unstored = True, None
 
@@ -253,7 +256,6 @@ class Documents:
         return [put(pages.fetch_pages.run(self._bare_lm, self.pool.lend(None, part))) for part in free]
 
     def _parts(self, numbers: Numbers) -> list[Numbers]:
-        """Pages in chunks."""
         return [[own[i : i + self._chunk] for own in numbers] for i in range(0, max(map(len, numbers)), self._chunk)]
 
     def bring(self, document: Document) -> None:
@@ -270,10 +272,7 @@ class Documents:
         self._free_host(0)
 
     def move(self) -> list[tuple[Document, Exception]]:
-        """Enters documents that have come from disk, and pages that have come to the device.
-
-        Returns documents that could not be moved, with the error.
-        """
+        """Enters documents from disk, and pages that came to the device. Returns those that failed, with the error."""
         failures: list[tuple[Document, Exception]] = []
         for document in [each for each, loading in self._loading.items() if loading.done()]:
             loading = self._loading.pop(document)

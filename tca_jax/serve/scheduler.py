@@ -40,7 +40,8 @@ class Scheduler:
     """The rounds of the engine's thread. Other threads call `require_pages` and `require_room` alone.
 
     Documents to be read, and requests, get pages in order of arrival: after one that waits for pages of documents none
-    takes any, unless it pins its parent already, which only its end unpins. So each of them comes to its turn.
+    takes any, unless it pins its parent already. A document that waits for pages pins none, so that none of them waits
+    for another one that waits.
     """
 
     def __init__(self, lm: LM, documents: Documents, max_rows: int, backend: Backend) -> None:
@@ -52,7 +53,6 @@ class Scheduler:
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="tca-jax-compile")
         self._requests: list[Request] = []  # that have not ended
         self._arrivals = itertools.count()
-        self._no_pages = self._no_rows = False  # one that waits for pages of documents, or for a row, comes first
 
     # What other threads call
 
@@ -100,7 +100,7 @@ class Scheduler:
                 self._fail(request, error)
             self._recover(error)
         under_way = documents.store()
-        worked, self._no_pages, self._no_rows = False, False, False
+        worked = self._no_pages = self._no_rows = False  # none waits yet for pages of documents, or for a row
         waiting: list[Any] = [*documents.to_be_read(), *(each for each in self._requests if not each.scheduled)]
         for each in sorted(waiting, key=lambda each: each.arrival):
             with self._failing(each):
@@ -171,6 +171,7 @@ class Scheduler:
         group = self._group(document)
         count = self._num_pages(max(len(each.tokens) for each in group), document.parent, len(group))
         if not self._has_room(document, count):
+            self._documents.unpin(document)  # others may need the parent's pages
             return False
         numbers, self._programs = self._pool.allocator.take(count), Future()
         self._programs.set_result(None)  # where none is compiled ahead
@@ -313,8 +314,7 @@ class Scheduler:
             self._programs.cancel()
             self._parts.close()
         for document in documents:
-            if document.parent is not None and document.parent.named:
-                document.parent.users.discard(document)
+            self._documents.unpin(document)
 
     def _read_on(self) -> bool:
         """Reads on; false if nothing is read, or programs compile. Raises an error that may have consumed the pool."""

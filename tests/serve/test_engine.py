@@ -156,9 +156,6 @@ def test_mesh_answers_equal_one_device(tmp_path, monkeypatch, part_tokens):
         assert again.tokens == tca_jax.generate(one, [[3, 4, 5]], context=context, **options).tokens[0]
 
 
-# Programs
-
-
 LAYERS, PAGES = 3, 400
 DOCUMENT = random_prompt(0, 101)
 BEGIN, LAYER, AFTER, END = PARTS = ("begin_program", "attend_program", "after_program", "end_program")  # of reading

@@ -276,6 +276,15 @@ def test_documents_without_room_fail(lm, pages, expected):
         assert engine.ask(document, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A)
 
 
+def test_appends_do_not_wait_for_each_other():
+    with engine_of(tiny_lm(), 12) as engine:  # they have 4 pages each, and need 8 more
+        known = [engine.wait(engine.read(tokens), SECONDS) for tokens in (A, B)]
+        engine._post(lambda: engine._documents.make_room(engine.document_pages.total)).result()
+        more = [(each.tokens + MORE, (*each.parts, len(MORE))) for each in known]
+        for document in engine._post(lambda: [engine._found(*each) for each in more]).result():  # both at once
+            engine.wait(document.id, SECONDS)
+
+
 def test_appended_documents_beyond_the_pool_are_refused(lm):
     with engine_of(lm, lm.cache_layout(1, 16).num_pages, answer_tokens=256) as engine:
         document = engine.read(prompt_of(3, 12))
