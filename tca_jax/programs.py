@@ -18,7 +18,9 @@ from jax.sharding import SingleDeviceSharding
 # process 65,530.
 _MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 
-_NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}  # launches in a graph, at least
+# For programs of a layer. Launches in a graph, at least; and products of prompts by cuBLAS alone: XLA's own kernels for
+# them are no faster, and to try them takes as long as the rest of the compilation.
+_ONE_LAYER = {"xla_gpu_graph_min_graph_size": 2**30, "xla_gpu_enable_triton_gemm": False}
 _OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
 _kept: dict[_Key, Compiled] = {}  # least recently used first
 _compilers = ThreadPoolExecutor(4, thread_name_prefix="tca-jax-compile")
@@ -44,8 +46,8 @@ class Program:
         function: What to compile; its keyword arguments are static. If it has a method `place`, its first argument is a
             model, over whose mesh it runs, and `place(lm, args)` puts the others there (`engine.mesh.OverMesh`).
         donate: Positions of arguments whose buffers the program may overwrite.
-        one_layer: Whether it is called with another layer's weights each time. XLA then does not record its launches in
-            CUDA graphs: to update a graph with other addresses takes longer than the launches.
+        one_layer: Whether it is called with another layer's weights each time, for prompts. XLA then does not record
+            its launches in CUDA graphs: to update a graph with other addresses takes longer than the launches.
     """
 
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = (), *, one_layer: bool = False) -> None:
@@ -74,7 +76,7 @@ class Program:
 
     def _lower(self, args: Sequence[Any], static: Mapping[str, Any]) -> Any:
         function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives
-        options = _NO_GRAPHS if self._one_layer and jax.default_backend() == "gpu" else None
+        options = _ONE_LAYER if self._one_layer and jax.default_backend() == "gpu" else None
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate, compiler_options=options)
         return jitted.lower(*args, **static)
 

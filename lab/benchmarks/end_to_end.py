@@ -144,6 +144,7 @@ def main(
     models: common.ModelsOption = None,
     profile: Annotated[str | None, typer.Option(help="Profile of a checkpoint.", show_default="none")] = None,
     shares: shapes.BlockSharesOption = None,
+    worth: shapes.WorthOption = None,
     methods: shapes.MethodsOption = None,
     full: Annotated[bool, typer.Option(help="Measure full attention, too.")] = True,
     new_tokens: Annotated[int, typer.Option(help="Tokens of an answer; 1 times the prompt alone.", min=1)] = 192,
@@ -171,7 +172,7 @@ def main(
     lengths, config = lengths or [2**17], common.tca_config(window)
     models = models or ["llama3.1-8b"]
     shapes.find_configs([each for each in models if each in shapes.CONFIGS] or None, complete=True, default=())
-    shares = shares or ([] if methods or profile else [shapes.Share(0.25)])
+    shares = shares or ([] if methods or profile or worth else [shapes.Share(0.25)])
     others = shapes.parse_methods(methods)
     common.check_lengths(lengths, config, out)
     meshes: list[Mesh | None] = [parse_mesh(text, "--mesh") for text in mesh or ()] or [None]
@@ -190,10 +191,7 @@ def main(
         opened = functools.partial(shapes.open_model, model, profile, **options)
         if (lm := common.fitted(opened, f"the weights of {model}, {stored} in fp8")) is None:
             continue
-        own = lm.method if profile and model not in shapes.CONFIGS else None
-        sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
-        tested = shapes.named_methods(config, shares, *sizes_of_model, full=full, profile=own, others=others)
-        lms = {label: lm.with_method(method) for label, method in tested.items()}
+        lms = shapes.named_models(lm, config, shares, worth or (), max(lengths), full=full, others=others)
         kind = {"fp8": str(stored)} if fp8 else {}
         for tokens in lengths:
             for row in measure(lms, tokens, given):

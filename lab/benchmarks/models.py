@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import typer
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,6 +21,8 @@ from jaxtyping import Array
 
 import tca_jax
 from tca_jax import methods
+from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
+from tca_jax.calibration.worth_profile import WorthProfile
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import balanced_orders
 from tca_jax.errors import require
@@ -27,6 +31,7 @@ from tca_jax.methods import BASELINE
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.candidates import budget_sizes, candidate_distributions
 from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.worth import BLOCK
 from tca_jax.methods.written import joined, parse_parts
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
@@ -110,6 +115,10 @@ BlockSharesOption = Annotated[
         metavar="SHARE",
     ),
 ]
+WorthOption = Annotated[
+    list[float] | None,
+    typer.Option("--worth", help="Shares of the tokens that predicted worth keeps; may be repeated.", min=0.01, max=1),
+]
 MethodsOption = Annotated[
     list[str] | None,
     typer.Option("--methods", help="Further methods, such as streaming:window=4096; may be repeated."),
@@ -123,12 +132,51 @@ def named_methods(
     num_layers: int = 1,
     *,
     full: bool = True,
-    profile: Method | None = None,
     others: Mapping[str, Method] = MappingProxyType({}),
 ) -> dict[str, Method]:
-    """Methods by the names of rows: full attention, a profile's, TCA with each share, others."""
-    found = ({"full": BASELINE} if full else {}) | ({"profile": profile} if profile else {})
+    """Methods by the names of rows: full attention, TCA with each share, others."""
+    found = {"full": BASELINE} if full else {}
     return {**found, **{str(each): each.method(config, kv_heads, num_layers) for each in shares}, **others}
+
+
+def named_models(
+    lm: LM, config: TCAConfig, shares: Sequence[Share], worth: Sequence[float], tokens: int, **options: Any
+) -> dict[str, LM]:
+    """A model under `named_methods`, under the profile that it was opened with, and under predicted worth."""
+    tested = named_methods(config, shares, lm.config.num_kv_heads, lm.config.num_layers, **options)
+    found = {name: lm.with_method(method) for name, method in tested.items()}
+    own = {} if lm.method == BASELINE else {"profile": lm}
+    return {**found, **own, **{f"worth {kept:g}": with_worth(lm, kept, tokens) for kept in worth}}
+
+
+#: Shares of the tokens that KV heads keep where all heads keep a fifth, largest first: even quantiles of
+#: Qwen2.5-Coder-1.5B's profile.
+_KEPT = (1, 0.81, 0.53, 0.35, 0.32, 0.26, 0.24, 0.17, 0.12, 0.1, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01, 0, 0, 0)
+_SELECTED, _BLOCKS_READ = (
+    0.1,
+    0.05,
+)  # shares of the tokens that prompts select, and of the pairs in blocks that they read
+
+
+def with_worth(lm: LM, kept: float, tokens: int) -> LM:
+    """A model with random weights under predicted worth: random maps whose heads differ as a real model's do.
+
+    The masses of blocks hardly differ under random weights: of a prompt of `tokens` the first tiles read all of theirs.
+    """
+    c, random = lm.config, np.random.default_rng(0)
+    heads, normal = c.num_layers * c.num_kv_heads, np.vectorize(statistics.NormalDist().cdf)
+    shares = np.interp(np.linspace(0, len(_KEPT) - 1, heads), np.arange(len(_KEPT)), _KEPT).clip(1e-4, 1 - 1e-4)
+    means = random.permutation(np.vectorize(statistics.NormalDist().inv_cdf)(shares))  # of predictions of deviation 1
+    maps = random.standard_normal((c.num_layers, c.num_kv_heads, c.hidden_size + 1)) / math.sqrt(c.hidden_size)
+    maps[..., -1] = means.reshape(maps.shape[:2])
+    grid = np.linspace(8, -8, 1001)
+    thresholds = np.interp(SHARES, normal(means - grid[:, None]).mean(axis=1), grid)
+    of_heads = np.ones(maps.shape[:2], np.float32)
+    worth = WorthMaps(*(x.astype(np.float32) for x in (maps, thresholds)), of_heads, of_heads, 0.2 * of_heads)
+    found = lm.with_profile(WorthProfile(worth, kept, _SELECTED, (), (), None, lm.name))
+    mass = 1 / (math.sqrt(_BLOCKS_READ) * tokens / BLOCK)
+    read = found.settings.read._replace(mass=jnp.full(c.num_layers, mass, jnp.float32))
+    return dataclasses.replace(found, settings=found.settings._replace(read=read))
 
 
 def describe_shares(config: TCAConfig) -> str:

@@ -41,12 +41,13 @@ _Request = tuple[list[int] | None, list[int], common.Row, list[int]]  # document
 _SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 1}
 
 NOTE = (
-    "Documents of {tokens:,} random tokens; `fit`: how many of them the device holds. A step is the mean of {steps} "
-    "with `rows` answers about different documents, as a client gets them; `over floor`: over weights and documents "
-    "at the rate of a device copy, {copied:,.0f} GB/s. Load: {requests} requests, a Poisson process of {rate:g} per "
-    "second (seed {seed}); a share of {prompts:g} has {prompt_tokens:,} tokens of its own, the others ask "
-    "{question_tokens} tokens about a random document; answers have at most {answer_tokens} tokens. `first token` "
-    "runs from the arrival, `inter-token` between tokens of an answer. {shares}"
+    "Documents of {tokens:,} to {longest:,} random tokens; `fit`: how many of them the device holds. A step is the "
+    "mean of {steps} with `rows` answers about different documents, as a client gets them; `over floor`: over weights "
+    "and documents at the rate of a device copy, {copied:,.0f} GB/s. Load: {requests} requests, a Poisson process "
+    "(seed {seed}); a share of {prompts:g} has {prompt_tokens:,} tokens of its own, {new:g} ask about a document that "
+    "has to be read first, the others {question_tokens} tokens about a random one; answers have at most "
+    "{answer_tokens} tokens. `first token` runs from the arrival (of questions about documents that were read), "
+    "`inter-token` between tokens of an answer. {shares}"
 )
 SOAK_NOTE = (
     "{documents} documents of {tokens:,} tokens in float32, few of which fit memory, {rows} rows, seed {seed}. Clients "
@@ -59,16 +60,22 @@ SOAK_NOTE = (
 class Load:
     """Documents and requests, as options of the command."""
 
-    tokens: Annotated[int, typer.Option(help="Tokens of a document.", min=1)] = 2**17
+    tokens: Annotated[int, typer.Option(help="Least tokens of a document.", min=1)] = 2**17
+    most_tokens: Annotated[int | None, typer.Option(help="Most.", show_default="--tokens", min=1)] = None
     documents: Annotated[int, typer.Option(help="Documents, as many as fit.", min=1)] = 16
     rows: Annotated[int, typer.Option(help="Answers at once.", min=1)] = 16
     answer_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=2)] = 512
     question_tokens: Annotated[int, typer.Option(help="Tokens of a question.", min=1)] = 64
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt without a document.", min=1)] = 2048
     prompts: Annotated[float, typer.Option(help="Share of requests without a document.", min=0, max=1)] = 0.2
-    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.001)] = 4.0
+    new: Annotated[float, typer.Option(help="Share about a document that was not read yet.", min=0, max=1)] = 0
     requests: Annotated[int, typer.Option(help="Requests.", min=2)] = 64
     seed: common.SeedOption = 0
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a document."""
+        return max(self.tokens, self.most_tokens or 0)
 
     @property
     def room(self) -> int:
@@ -82,12 +89,20 @@ class Served:
     def __init__(self, lm: LM, load: Load, backend: str) -> None:
         self.lm, self.load, self._random = lm, load, np.random.default_rng(load.seed)
         self.engine = Engine(lm, max_rows=load.rows, answer_tokens=load.room, backend=backend)
-        before, (id_, seconds), after = self.engine.document_pages, self._read(), self.engine.document_pages
-        fit = after.total // max(before.free - after.free, 1)
-        more = [self._read() for _ in range(min(load.documents, fit) - 1)]
-        self.ids, self.bytes_each = [id_, *(id_ for id_, _ in more)], self.engine.document(id_).num_bytes
-        self.documents: common.Row = {"documents": len(self.ids), "fit": fit, "GB each": self.bytes_each / 1e9}
-        self.documents["read s"] = statistics.median([seconds, *(seconds for _, seconds in more)])
+        self.ids, seconds, read, pages = list[str](), list[float](), 0, self.engine.document_pages.free
+        for length in self._lengths(load.documents):
+            free = self.engine.document_pages.free
+            if read and (pages - free) * length > free * read:  # as many pages a token as before
+                break
+            begin = time.perf_counter()
+            self.ids.append(self.engine.read(self._tokens(length)))
+            self.engine.wait(self.ids[-1], _SECONDS)
+            seconds.append(time.perf_counter() - begin)
+            read += length
+        self.bytes_each = statistics.mean(self.engine.document(id_).num_bytes for id_ in self.ids)
+        self.documents: common.Row = {"documents": len(self.ids), "GB each": self.bytes_each / 1e9}
+        self.documents["fit"] = pages * len(self.ids) // (pages - self.engine.document_pages.free)
+        self.documents["read s"] = statistics.median(seconds)
 
     def time_steps(self, rows: int, copied: float) -> common.Row:
         """A decoding step with `rows` answers about different documents; `copied` is the rate of the floor."""
@@ -107,33 +122,48 @@ class Served:
         sizes = {"rows": rows, "documents": len(set(ids)), "ms/step": 1e3 * step}
         return {**sizes, "over floor": step / floor, "tokens/s": rows / step}
 
-    def time_load(self) -> common.Row:
+    def time_load(self, rate: float) -> common.Row:
         """Latency of requests that arrive at random; a few requests before compile their programs."""
-        self._requests(min(8, self.load.requests))
+        self._requests(min(8, self.load.requests), rate)
         begin = time.perf_counter()
-        first, gaps, tokens = zip(*self._requests(self.load.requests), strict=True)
-        return {
-            "requests": self.load.requests,
-            "per second": self.load.rate,
-            **common.percentiles("first token", first),
-            **common.percentiles("inter-token", list(itertools.chain.from_iterable(gaps))),
-            "tokens/s": sum(tokens) / (time.perf_counter() - begin),
-        }
+        of_new, first, gaps, tokens = zip(*self._requests(self.load.requests, rate), strict=True)
+        found: common.Row = {"per second": rate, "requests": self.load.requests}
+        for name, kind in ({"first token": False} | ({"new document's": True} if any(of_new) else {})).items():
+            found |= common.percentiles(name, [each for new, each in zip(of_new, first, strict=True) if new == kind])
+        found |= common.percentiles("inter-token", list(itertools.chain.from_iterable(gaps)))
+        return {**found, "tokens/s": sum(tokens) / (time.perf_counter() - begin)}
 
-    def _requests(self, count: int) -> list[tuple[float, list[float], int]]:
-        """Seconds to the first token and between tokens, and the number of tokens, of a Poisson process."""
+    def _requests(self, count: int, rate: float) -> list[tuple[bool, float, list[float], int]]:
+        """Whether a request is about a new document, its seconds to the first token and between tokens, their number.
+
+        Requests arrive as a Poisson process.
+        """
         load, random = self.load, np.random.default_rng(self.load.seed)
-        about = [None if random.random() < load.prompts else random.choice(self.ids) for _ in range(count)]
+        kinds = random.choice(3, count, p=[load.prompts, load.new, 1 - load.prompts - load.new])
+        known = random.choice(self.ids, count).tolist()
+        new = [
+            self._tokens(length) if kind == 1 else None
+            for kind, length in zip(kinds, self._lengths(count), strict=True)
+        ]
         lengths = random.integers(max(2, load.answer_tokens // 4), load.answer_tokens + 1, count).tolist()
 
-        def request(number: int, at: float) -> tuple[float, list[float], int]:
-            stream, times = self._ask(about[number], lengths[number]), list[float]()
+        def request(number: int, at: float) -> tuple[bool, float, list[float], int]:
+            document = new[number]
+            id_ = [None, document and self.engine.read(document), known[number]][kinds[number]]
+            stream, times = self._ask(id_, lengths[number]), list[float]()
             with stream.listening(lambda: times.append(time.perf_counter())):
                 tokens = stream.result(_SECONDS).tokens
+            if document:
+                self.engine.forget(id_)
             gaps = [after - before for before, after in itertools.pairwise(times)]
-            return stream.first_token_at - at, gaps[:-1], len(tokens)  # the last one is to the end
+            return (
+                document is not None,
+                stream.first_token_at - at,
+                gaps[:-1],
+                len(tokens),
+            )  # the last one is to the end
 
-        arrivals = np.cumsum(random.exponential(1 / load.rate, count)) + time.perf_counter()
+        arrivals = np.cumsum(random.exponential(1 / rate, count)) + time.perf_counter()
         with ThreadPoolExecutor(count) as pool:  # so that no request delays another
             calls = []
             for number, at in enumerate(arrivals.tolist()):
@@ -146,12 +176,9 @@ class Served:
         tokens = self._tokens(self.load.prompt_tokens if id_ is None else self.load.question_tokens)
         return self.engine.ask(id_, tokens, max_new_tokens=new_tokens, stop_token_ids=())
 
-    def _read(self) -> tuple[str, float]:
-        """The id of a new document, and the seconds to read it."""
-        begin = time.perf_counter()
-        id_ = self.engine.read(self._tokens(self.load.tokens))
-        self.engine.wait(id_, _SECONDS)
-        return id_, time.perf_counter() - begin
+    def _lengths(self, count: int) -> list[int]:
+        """Tokens of documents."""
+        return self._random.integers(self.load.tokens, self.load.longest + 1, count).tolist()
 
     def _tokens(self, count: int) -> list[int]:
         return self._random.integers(0, self.lm.config.vocab_size, count).tolist()
@@ -249,7 +276,12 @@ def main(
     model: Annotated[str, typer.Option(help="As --models of bench end-to-end.")] = "llama3.1-8b",
     profile: Annotated[str | None, typer.Option(help="Profile of a checkpoint.", show_default="none")] = None,
     shares: shapes.BlockSharesOption = None,
+    worth: shapes.WorthOption = None,
     load: Load = Load(),
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests per second; may be repeated.", show_default="4", min=0.001),
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Soak: check every answer for so long, and that memory stays flat.", min=0.01)
     ] = None,
@@ -266,34 +298,36 @@ def main(
     Example: [bold]tca-jax bench serve --block-shares 0.1 --rate 4 --requests 200[/]
     """
     config = common.tca_config(window)
-    common.check_lengths([load.tokens], config, out, "--tokens")
+    common.check_lengths([load.tokens, load.longest], config, out, "--tokens")
+    require(load.prompts + load.new <= 1, f"--prompts {load.prompts:g} --new {load.new:g}: must be at most 1 in all")
     random_weights = f"--profile {profile}: {model} has random weights; pass --block-shares"
     require(not profile or model not in shapes.CONFIGS, random_weights)
     if minutes:  # a row's tokens must not depend on the number of rows
         jax.config.update("jax_default_matmul_precision", "highest")
-    positions = {"max_positions": max(load.tokens, load.prompt_tokens) + load.room}
+    positions = {"max_positions": max(load.longest, load.prompt_tokens) + load.room}
     lm = shapes.open_model(model, profile, sizes=positions, dtype="float32" if minutes else None)
-    shares = shares or ([] if profile else [shapes.Share(0.25), shapes.Share(0.1)])
-    sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
-    tested = shapes.named_methods(config, shares, *sizes_of_model, profile=lm.method if profile else None)
-    sizes = {**dataclasses.asdict(load), "steps": STEPS, "shares": shapes.describe_shares(config)}
+    shares = shares or ([] if profile or worth else [shapes.Share(0.25), shapes.Share(0.1)])
+    tested = shapes.named_models(lm, config, shares, worth or (), load.longest)
+    sizes = dataclasses.asdict(load) | {"longest": load.longest, "steps": STEPS}
+    sizes["shares"] = shapes.describe_shares(config)
     if minutes:
         results = common.Results(out, name, f"Soak of {lm.name}", SOAK_NOTE.format(**sizes))
-        attention, method = list(tested.items())[-1]
+        attention, of_method = list(tested.items())[-1]
         with tempfile.TemporaryDirectory() as disk:
-            row, problems = Soak(lm.with_method(method), load, backend, Path(disk)).run(60 * minutes)
+            row, problems = Soak(of_method, load, backend, Path(disk)).run(60 * minutes)
         results.add("Soak", {"attention": attention, **row})
         results.finish("Failed: " + "; ".join(problems) + "." if problems else "Nothing failed.")
         require(not problems, "; ".join(problems))
         return
     copied = common.copy_rate(_COPY_REPEATS)
     results = common.Results(out, name, f"Serving {lm.name}", NOTE.format(**sizes, copied=copied / 1e9))
-    for attention, method in tested.items():
-        served = Served(lm.with_method(method), load, backend)
+    for attention, of_method in tested.items():
+        served = Served(of_method, load, backend)
         with served.engine:
             results.add("Documents", {"attention": attention, **served.documents})
             for each in sorted({1, min(load.rows, len(served.ids))}):
                 results.add("Steps", {"attention": attention, **served.time_steps(each, copied)})
-            results.add("Load", {"attention": attention, **served.time_load()})
+            for per_second in rate or [4.0]:
+                results.add("Load", {"attention": attention, **served.time_load(per_second)})
         del served
     results.finish()

@@ -60,15 +60,25 @@ def test_decode_compares_caches_by_their_bytes(tmp_path):
 
 
 def test_end_to_end_times_answers_and_questions(tmp_path):
-    args = [*TINY, "--repeats=1", "--block-shares=0.5", "--new-tokens=4", "--questions=2"]
-    full, tca, *asked = bench("end-to-end", tmp_path, *args)
-    assert (full["attention"], tca["attention"]) == ("full", "TCA 0.5")
+    args = [
+        *TINY,
+        "--lengths=1024",
+        "--repeats=1",
+        "--block-shares=0.5",
+        "--worth=0.3",
+        "--new-tokens=4",
+        "--questions=2",
+    ]
+    full, tca, worth, *asked = [row for row in bench("end-to-end", tmp_path, *args) if row["tokens"] == 1024]
+    assert (full["attention"], tca["attention"], worth["attention"]) == ("full", "TCA 0.5", "worth 0.3")
+    assert worth["kept"] == pytest.approx(0.3 * 0.75 + 0.25 + 0.125, abs=0.1)  # ranked, window, reserve
+    assert worth["area"] < 0.8
     assert full["TTFT speed-up"] == full["ms/token speed-up"] == full["kept"] == full["area"] == 1
     assert tca["TTFT speed-up"] == pytest.approx(full["TTFT s"] / tca["TTFT s"])
     assert tca["kept"] < 1 > tca["area"]
     assert tca["KV GB"] < full["KV GB"] < full["GB per device"]
-    assert [row["questions"] for row in asked] == [2, 2]
-    positive([tca, *asked])
+    assert [row["questions"] for row in asked] == [2, 2, 2]
+    positive([tca, worth, *asked])
 
 
 @needs_8_devices
@@ -122,15 +132,17 @@ def test_parts_of_a_layer_make_the_whole(method):
 
 @pytest.mark.slow
 def test_serve_times_steps_and_load(tmp_path):
-    rows = bench("serve", tmp_path, *SERVE)
+    rows = bench("serve", tmp_path, *SERVE, "--worth=0.3", "--most-tokens=768", "--new=0.5", "--rate=20")
     of = {table: [row for row in rows if row["table"] == table] for table in ("Documents", "Steps", "Load")}
     assert [(row["attention"], row["rows"]) for row in of["Steps"]] == [
-        (name, rows) for name in ("full", "TCA 0.25") for rows in (1, 2)
+        (name, rows) for name in ("full", "TCA 0.25", "worth 0.3") for rows in (1, 2)
     ]
+    assert [row["per second"] for row in of["Load"]] == [50, 20] * 3
     assert all(row["fit"] >= row["documents"] == 2 for row in of["Documents"])
     for row in of["Load"]:
         assert 0 < row["first token p50 ms"] <= row["first token p95 ms"] <= row["first token p99 ms"]
         assert 0 < row["inter-token p50 ms"] <= row["inter-token p99 ms"]
+        assert row["new document's p50 ms"] > 0
 
 
 @pytest.mark.slow
