@@ -18,8 +18,8 @@ from jax.sharding import SingleDeviceSharding
 # process 65,530.
 _MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 
-# For programs of a layer. Launches in a graph, at least; and products of prompts by cuBLAS alone: XLA's own kernels for
-# them are no faster, and to try them takes as long as the rest of the compilation.
+# For programs of a layer of prompts: launches in a graph, at least; and products by cuBLAS alone, since XLA's own kernels
+# are no faster there, and to try them takes as long as the rest of the compilation.
 _ONE_LAYER = {"xla_gpu_graph_min_graph_size": 2**30, "xla_gpu_enable_triton_gemm": False}
 _OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
 _kept: dict[_Key, Compiled] = {}  # least recently used first
@@ -46,8 +46,8 @@ class Program:
         function: What to compile; its keyword arguments are static. If it has a method `place`, its first argument is a
             model, over whose mesh it runs, and `place(lm, args)` puts the others there (`engine.mesh.OverMesh`).
         donate: Positions of arguments whose buffers the program may overwrite.
-        one_layer: Whether it is called with another layer's weights each time, for prompts. XLA then does not record
-            its launches in CUDA graphs: to update a graph with other addresses takes longer than the launches.
+        one_layer: Whether it is called with another layer's weights each time. XLA then does not record its launches in
+            CUDA graphs: to update a graph with other addresses takes longer than the launches.
     """
 
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = (), *, one_layer: bool = False) -> None:
