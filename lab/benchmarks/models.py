@@ -152,16 +152,13 @@ def named_models(
 #: Shares of the tokens that KV heads keep where all heads keep a fifth, largest first: even quantiles of
 #: Qwen2.5-Coder-1.5B's profile.
 _KEPT = (1, 0.81, 0.53, 0.35, 0.32, 0.26, 0.24, 0.17, 0.12, 0.1, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01, 0, 0, 0)
-_SELECTED, _BLOCKS_READ = (
-    0.1,
-    0.05,
-)  # shares of the tokens that prompts select, and of the pairs in blocks that they read
+_SELECTED, _READ = 0.1, 0.16  # shares of the tokens that prompts select, and of the pairs that they read in all
 
 
 def with_worth(lm: LM, kept: float, tokens: int) -> LM:
     """A model with random weights under predicted worth: random maps whose heads differ as a real model's do.
 
-    The masses of blocks hardly differ under random weights: of a prompt of `tokens` the first tiles read all of theirs.
+    Random weights give all blocks nearly the same mass: of a prompt of `tokens` the first tiles read most of theirs.
     """
     c, random = lm.config, np.random.default_rng(0)
     heads, normal = c.num_layers * c.num_kv_heads, np.vectorize(statistics.NormalDist().cdf)
@@ -174,9 +171,13 @@ def with_worth(lm: LM, kept: float, tokens: int) -> LM:
     of_heads = np.ones(maps.shape[:2], np.float32)
     worth = WorthMaps(*(x.astype(np.float32) for x in (maps, thresholds)), of_heads, of_heads, 0.2 * of_heads)
     found = lm.with_profile(WorthProfile(worth, kept, _SELECTED, (), (), None, lm.name))
-    mass = 1 / (math.sqrt(_BLOCKS_READ) * tokens / BLOCK)
-    read = found.settings.read._replace(mass=jnp.full(c.num_layers, mass, jnp.float32))
-    return dataclasses.replace(found, settings=found.settings._replace(read=read))
+    prompt, mass = random.integers(0, c.vocab_size, tokens).tolist(), BLOCK / (math.sqrt(_READ - _SELECTED) * tokens)
+    for _ in range(3):  # a tile before 1 / mass reads its blocks: their pairs fall with its square
+        read = found.settings.read._replace(mass=jnp.full(c.num_layers, mass, jnp.float32))
+        found = dataclasses.replace(found, settings=found.settings._replace(read=read))
+        area = tca_jax.prefill(found, prompt).stats.attended_share
+        mass *= math.sqrt(max(area - _SELECTED, 0.01) / (_READ - _SELECTED))
+    return found
 
 
 def describe_shares(config: TCAConfig) -> str:

@@ -1,8 +1,8 @@
 """Late answers: facts and passages of a document that was read without the questions, and the text that follows it.
 
 `python -m tca_jax.lab.evaluation.late_facts MODEL --out FILE` appends a record for each document and method, and prints
-the table of FILE. Questions end with the answer's first words ("late-prefix"); an answer is right if every token of it
-is the likeliest one.
+the table of FILE. Questions end with the answer's first words ("late-prefix"); a fact is right if every token of it is
+the likeliest one; of a passage the tokens count that get more than half of the probability.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Answers(NamedTuple):
     """A model's answers to the questions about a document."""
 
     facts: list[bool]  # whether each is right
-    copies: list[bool]
+    copies: int  # tokens of the passages with more than half of the probability
     following: float  # loss of the text that follows
 
 
@@ -53,17 +53,18 @@ def answers(lm: LM, context: Context, document: LateDocument) -> Answers:
     """Answers to a document's questions, each teacher-forced after the document."""
     kinds, questions, right = zip(*document.asked, strict=True)
     found = score_answers(lm, questions, [[answer] for answer in right], context=context)
-    greedy = [(kind, flag) for kind, (flag,) in zip(kinds, found.greedy, strict=True)]
-    facts, copies = ([flag for of, flag in greedy if of == kind] for kind in ("fact", "copy"))
+    facts = [flag for kind, (flag,) in zip(kinds, found.greedy, strict=True) if kind == "fact"]
+    copied = [p for kind, (p,) in zip(kinds, found.logprobs, strict=True) if kind == "copy"]
+    copies = sum(int((p > -np.log(2)).sum()) for p in copied)
     return Answers(facts, copies, float(-found.logprobs[kinds.index("next")][0].mean()))
 
 
 def compared(found: Answers, reference: Answers) -> Record:
-    """Facts (0 unknown under full attention, 1 lost, 2 right), right copies, loss of the following text."""
+    """Facts (0 unknown under full attention, 1 lost, 2 right), tokens of copies, loss of the following text."""
     return {
         "facts": [int(known) + int(known and right) for known, right in zip(reference.facts, found.facts, strict=True)],
-        "copied": sum(found.copies),
-        "copied_by_full": sum(reference.copies),
+        "copied": found.copies,
+        "copied_by_full": reference.copies,
         "next": found.following,
         "next_by_full": reference.following,
     }

@@ -148,8 +148,8 @@ def test_intervals_resample_documents():
 
 
 def test_facts_are_unknown_lost_or_right():
-    known = late_facts.Answers([True, True, False], [True, True], 1.0)
-    found = late_facts.compared(late_facts.Answers([False, True, True], [False, True], 1.5), known)
+    known = late_facts.Answers([True, True, False], 2, 1.0)
+    found = late_facts.compared(late_facts.Answers([False, True, True], 1, 1.5), known)
     assert found == {"facts": [1, 2, 0], "copied": 1, "copied_by_full": 2, "next": 1.5, "next_by_full": 1.0}
 
 
