@@ -11,7 +11,6 @@ import math
 import os
 import platform
 import random
-import resource
 import shlex
 import statistics
 import sys
@@ -153,13 +152,6 @@ def fitted(call: Callable[[], T], label: str) -> T | None:
 def peak_bytes() -> int:
     """Most bytes that any device has held since the process began; 0 where devices do not report it."""
     return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.devices())
-
-
-def peak_memory() -> tuple[int, str]:
-    """`peak_bytes` and "device"; where devices do not report it, the most bytes of this process and "host"."""
-    if peak := peak_bytes():
-        return peak, "device"
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "host"
 
 
 class Compilations:

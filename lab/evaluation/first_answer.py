@@ -1,7 +1,7 @@
-"""The first answer of a fresh process, and calibration: seconds to load, to compile, to the first token.
+"""The first answer of a fresh process: seconds to load, to compile, to the first token.
 
-`python -m tca_jax.lab.evaluation.first_answer answer MODEL --out FILE` starts a process for each row, with an empty
-compilation cache. `... calibrate MODEL --to FOLDER --out FILE` calibrates and saves profiles for the other sticks.
+`python -m tca_jax.lab.evaluation.first_answer MODEL --out FILE` starts a process for each row, with an empty
+compilation cache.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import typer
 
 import tca_jax
 from tca_jax.engine.lm import LM
-from tca_jax.errors import require
-from tca_jax.lab.benchmarks.common import Compilations, markdown, peak_memory
+from tca_jax.lab.benchmarks.common import Compilations, markdown
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import calibration_texts
 from tca_jax.lab.evaluation.sticks import Record
 
-STICK, CALIBRATION = "first_answer", "calibration"
-app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
+STICK = "first_answer"
 
 
 def measure(
@@ -64,8 +62,7 @@ def _first(lm: LM, ids: Sequence[int], compilations: Compilations, prefix: str) 
     return {f"{prefix}{name}": figure for name, figure in record.items()}
 
 
-@app.command("answer")
-def answer(
+def main(
     model: sticks.ModelArgument,
     out: sticks.OutOption,
     profile: sticks.ProfileOption = None,
@@ -88,58 +85,10 @@ def answer(
                 print(f"{name} at {length} failed: {error}", flush=True)
                 continue
             common = {"stick": STICK, "tokens": length, "method": name, "share": None, "seed": 0, "second": second}
-            _add(out, common | found.result())
+            record = common | found.result()
+            sticks.append(out, record)
+            print(json.dumps(record), flush=True)
     print(table(sticks.read_records(out, STICK)))
-
-
-def _add(out: Path, record: Record) -> None:
-    sticks.append(out, record)
-    print(json.dumps(record), flush=True)
-
-
-@app.command("calibrate")
-def calibrate(
-    model: sticks.ModelArgument,
-    to: Annotated[Path, typer.Option(help="Folder that gets a profile for each setting.")],
-    out: sticks.OutOption,
-    settings: Annotated[str, typer.Option(help="default, kept=SHARE, paper or paper:TAU.")] = "default,kept=0.25,paper",
-    count: Annotated[int, typer.Option(min=1, help="Texts, of the calibration half.")] = 8,
-    tokens: sticks.TokensOption = 8_192,
-    window: Annotated[int, typer.Option(min=1, help="Of the paper's rule.")] = 1_024,
-    texts: sticks.TextsOption = None,
-) -> None:
-    """Calibrates with each setting, in one process; the first one compiles for the others."""
-    chosen = {setting: _options(setting, window, count, tokens) for setting in settings.split(",")}
-    lm = tca_jax.load(model)
-    given = calibration_texts(lm, count, tokens, texts)
-    for setting, options in chosen.items():
-        compilations, start = Compilations(), time.monotonic()
-        profile = tca_jax.calibrate(lm, given, **options)
-        seconds = time.monotonic() - start
-        compilations.close()
-        folder = to / setting.replace("=", "-").replace(":", "-")
-        profile.save(folder)
-        record = {"stick": CALIBRATION, "model": lm.name, "tokens": tokens, "method": setting, "share": None, "seed": 0}
-        figures = {
-            "seconds": seconds,
-            "compile": sum(compilations.by_program.values()),
-            "programs": compilations.count,
-            "peak_bytes": peak_memory()[0],
-            "profile_bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
-        }
-        _add(out, record | figures | {"texts": count, "device": jax.devices()[0].device_kind})
-    print(calibration_table(sticks.read_records(out, CALIBRATION)))
-
-
-def _options(setting: str, window: int, count: int, tokens: int) -> dict[str, Any]:
-    """Arguments of `calibrate`."""
-    paper, _, tau = setting.partition(":")
-    if paper == "paper":
-        return {"config": tca_jax.TCAConfig.paper(window=window, **({"tau": float(tau)} if tau else {}))}
-    name, _, share = setting.partition("=")
-    known = setting == "default" or name == "kept"
-    require(known, f"--settings {setting!r}: must be default, kept=SHARE, paper or paper:TAU")
-    return {"count": count, "tokens": tokens, **({"kept": float(share)} if share else {})}
 
 
 def table(records: Sequence[Record]) -> str:
@@ -162,16 +111,5 @@ def table(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def calibration_table(records: Sequence[Record]) -> str:
-    """A row for each model and setting."""
-    header = ("model, device", "texts", "setting", "seconds", "of these compiling", "peak memory", "profile")
-    cells = (
-        "{model}, {device}", "{texts} of {tokens:,} tokens", "{method}", "{seconds:.0f}", "{compile:.0f}",
-        "{gigabytes:.1f} GB", "{kilobytes:.0f} kB",
-    )  # fmt: skip
-    sizes = [{"gigabytes": r["peak_bytes"] / 1e9, "kilobytes": r["profile_bytes"] / 1e3} | r for r in records]
-    return markdown(header, [[cell.format(**record) for cell in cells] for record in sizes])
-
-
 if __name__ == "__main__":
-    app()
+    typer.run(main)

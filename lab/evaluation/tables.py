@@ -13,7 +13,6 @@ TABLES = {
     late_facts.STICK: late_facts.table,
     reading_loss.STICK: reading_loss.table,
     first_answer.STICK: first_answer.table,
-    first_answer.CALIBRATION: first_answer.calibration_table,
 }
 
 

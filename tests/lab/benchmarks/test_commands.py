@@ -27,6 +27,12 @@ XLA = "--backend=xla"
 run, error = (functools.partial(each, "bench") for each in (commands.run, commands.error))
 
 
+@pytest.fixture(autouse=True)
+def precision():
+    yield
+    jax.config.update("jax_default_matmul_precision", None)  # a soak raises it
+
+
 def bench(name, folder, *args):
     """Rows of a run that must succeed."""
     result = run(name, *args, "--out", folder)
@@ -145,15 +151,7 @@ def test_serve_times_steps_and_load(tmp_path):
         assert row["new document's p50 ms"] > 0
 
 
-@pytest.fixture
-def precision():
-    """A soak raises the precision of its process."""
-    yield
-    jax.config.update("jax_default_matmul_precision", None)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("precision")
 def test_a_soak_finds_nothing(tmp_path):
     (row,) = bench("serve", tmp_path, *SERVE, *SOAK)
     assert row["attention"] == "TCA 0.25"
@@ -162,7 +160,6 @@ def test_a_soak_finds_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("precision")
 def test_a_soak_fails_where_an_answer_differs(tmp_path, monkeypatch):
     generate = serve.tca_jax.generate
 
