@@ -168,7 +168,7 @@ def main(
     """
     lengths, config = lengths or [2**14, 2**15, 2**16, 2**17], common.tca_config(window, reserve)
     models = shapes.find_configs(models, complete=False, default=("llama3.1-8b", "llama3.2-1b"))
-    shares = shares or ([] if methods or worth else [shapes.Share(0.25), shapes.Share(0.155)])
+    shares = shares or ([] if methods or worth else [0.25, 0.155])
     others = shapes.parse_methods(methods)
     common.check_lengths(lengths, config, out)
     backends = backend or [each for each in ("mosaic", "triton") if can_run(each)] or ["xla"]

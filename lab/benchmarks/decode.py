@@ -133,7 +133,7 @@ def main(
     Example: [bold]tca-jax bench decode --lengths 131072 --block-shares 0.155[/]
     """
     lengths, config = lengths or [2**14, 2**17], common.tca_config(window)
-    models, shares = shapes.find_configs(models, complete=False), shares or [shapes.Share(0.155)]
+    models, shares = shapes.find_configs(models, complete=False), shares or [0.155]
     common.check_lengths(lengths, config, out)
     common.check_backends([backend])
     copied = common.copy_rate(repeats)

@@ -172,7 +172,7 @@ def main(
     lengths, config = lengths or [2**17], common.tca_config(window)
     models = models or ["llama3.1-8b"]
     shapes.find_configs([each for each in models if each in shapes.CONFIGS] or None, complete=True, default=())
-    shares = shares or ([] if methods or profile or worth else [shapes.Share(0.25)])
+    shares = shares or ([] if methods or profile or worth else [0.25])
     others = shapes.parse_methods(methods)
     common.check_lengths(lengths, config, out)
     meshes: list[Mesh | None] = [parse_mesh(text, "--mesh") for text in mesh or ()] or [None]
@@ -186,7 +186,7 @@ def main(
         options: dict[str, Any] = {"mesh": devices}
         options |= {part: "fp8" if stored in (part, "both") else None for part in ("weights", "kv")}
         if shares and (shape := shapes.CONFIGS.get(model)):
-            options["policy"] = shares[-1].method(config, shape.num_kv_heads, shape.num_layers).cache
+            options["policy"] = shapes.tca_with(shares[-1], config, shape.num_kv_heads, shape.num_layers).cache
         options["sizes"] = {"max_positions": max(lengths) + new_tokens + QUESTION_TOKENS}
         opened = functools.partial(shapes.open_model, model, profile, **options)
         if (lm := common.fitted(opened, f"the weights of {model}, {stored} in fp8")) is None:

@@ -75,45 +75,23 @@ CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """Synthetic budgets of TCA, as after calibration: shares of the ranked blocks."""
+def tca_with(share: float, config: TCAConfig, kv_heads: int, num_layers: int = 1) -> Method:
+    """TCA with synthetic budgets: some heads, spread over the layers, keep everything, the others those of candidate 0.
 
-    cache: float  # mean share that the cache keeps: some heads keep everything, the others those of candidate 0
-
-    @classmethod
-    def parse(cls, text: str) -> Share:
-        """Parses "0.2"."""
-        try:
-            share = cls(float(text))
-        except ValueError:
-            raise typer.BadParameter(f"{text}: must be a share, such as 0.25") from None
-        if not 0 < share.cache < 1:
-            raise typer.BadParameter(f"{text}: must be between 0 and 1")
-        return share
-
-    def __str__(self) -> str:
-        return f"TCA {self.cache:g}"
-
-    def method(self, config: TCAConfig, kv_heads: int, num_layers: int = 1) -> Method:
-        """TCA with these budgets; dense heads are spread over the layers."""
-        most = kv_heads * num_layers
-        shares = candidate_distributions(config) @ budget_sizes(config) / config.block_size  # of candidates, [M + 1]
-        dense = round(most * max(0.0, self.cache - shares[0]) / (1 - shares[0]))
-        ends = [dense * layer // num_layers for layer in range(num_layers + 1)]
-        counts = [end - start for start, end in itertools.pairwise(ends)]
-        rows = tuple((config.num_candidates,) * each + (0,) * (kv_heads - each) for each in counts)
-        return methods.get("tca", candidates=rows, config=config)
+    `share` is the mean share of the ranked blocks that the cache keeps.
+    """
+    most = kv_heads * num_layers
+    shares = candidate_distributions(config) @ budget_sizes(config) / config.block_size  # of candidates, [M + 1]
+    dense = round(most * max(0.0, share - shares[0]) / (1 - shares[0]))
+    ends = [dense * layer // num_layers for layer in range(num_layers + 1)]
+    counts = [end - start for start, end in itertools.pairwise(ends)]
+    rows = tuple((config.num_candidates,) * each + (0,) * (kv_heads - each) for each in counts)
+    return methods.get("tca", candidates=rows, config=config)
 
 
 BlockSharesOption = Annotated[
-    list[Share] | None,
-    typer.Option(
-        "--block-shares",
-        help="Shares of the ranked blocks that TCA keeps.",
-        parser=Share.parse,
-        metavar="SHARE",
-    ),
+    list[float] | None,
+    typer.Option("--block-shares", help="Shares of the ranked blocks that TCA keeps.", min=0.001, max=0.999),
 ]
 WorthOption = Annotated[
     list[float] | None,
@@ -127,7 +105,7 @@ MethodsOption = Annotated[
 
 def named_methods(
     config: TCAConfig,
-    shares: Sequence[Share],
+    shares: Sequence[float],
     kv_heads: int,
     num_layers: int = 1,
     *,
@@ -136,11 +114,11 @@ def named_methods(
 ) -> dict[str, Method]:
     """Methods by the names of rows: full attention, TCA with each share, others."""
     found = {"full": BASELINE} if full else {}
-    return {**found, **{str(each): each.method(config, kv_heads, num_layers) for each in shares}, **others}
+    return {**found, **{f"TCA {each:g}": tca_with(each, config, kv_heads, num_layers) for each in shares}, **others}
 
 
 def named_models(
-    lm: LM, config: TCAConfig, shares: Sequence[Share], worth: Sequence[float], tokens: int, **options: Any
+    lm: LM, config: TCAConfig, shares: Sequence[float], worth: Sequence[float], tokens: int, **options: Any
 ) -> dict[str, LM]:
     """A model under `named_methods`, under the profile that it was opened with, and under predicted worth."""
     tested = named_methods(config, shares, lm.config.num_kv_heads, lm.config.num_layers, **options)

@@ -308,7 +308,7 @@ def main(
         jax.config.update("jax_default_matmul_precision", "highest")
     positions = {"max_positions": max(load.longest, load.prompt_tokens) + load.room}
     lm = shapes.open_model(model, profile, sizes=positions, dtype="float32" if minutes else None)
-    shares = shares or ([] if profile or worth else [shapes.Share(0.25), shapes.Share(0.1)])
+    shares = shares or ([] if profile or worth else [0.25, 0.1])
     tested = shapes.named_models(lm, config, shares, worth or (), load.longest)
     sizes = dataclasses.asdict(load) | {"longest": load.longest, "steps": STEPS}
     sizes["shares"] = shapes.describe_shares(config)

@@ -14,7 +14,7 @@ from tca_jax import methods
 from tca_jax.cli.options import LAUNCH_ORDER
 from tca_jax.lab.benchmarks import attention, serve
 from tca_jax.lab.benchmarks.common import agreement, fitted, random_normal, read_results
-from tca_jax.lab.benchmarks.models import CONFIGS, Share
+from tca_jax.lab.benchmarks.models import CONFIGS, tca_with
 
 TINY = ["--models=tiny", "--lengths=512", "--window=128"]
 SERVE = [
@@ -106,7 +106,7 @@ def test_end_to_end_runs_over_meshes(tmp_path, monkeypatch):
         (["attention"], "--lengths 16384: a CPU takes at most 4096 tokens; pass --models tiny --lengths 1024"),
         (["end-to-end", "--lengths=1024"], "--models llama3.1-8b: needs a GPU, this is 'cpu'; pass --models tiny"),
         (["serve", "--tokens=100"], "--tokens 100: must be a multiple of 128 and at least 4224, one block more than"),
-        (["decode", *TINY, "--block-shares=0.2:0.1"], "0.2:0.1: must be a share, such as 0.25"),
+        (["decode", *TINY, "--block-shares=1"], "'--block-shares': Input should be less than or equal to 0.999"),
         (["decode", *TINY, "--backend=cuda"], "--backend 'cuda': must be one of"),
         (["attention", *TINY, "--methods=snap"], "--methods snap: 'snap' is not registered"),
         (["attention", "--window=100"], "--window 100: must be a positive multiple of block_size = 128"),
@@ -124,7 +124,7 @@ def test_what_cannot_run_is_refused_in_one_line(args, message, tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     "method",
-    [Share(0.5).method(tca_jax.TCAConfig(window=128), 2), methods.get("xattention", dense_tokens=0)],
+    [tca_with(0.5, tca_jax.TCAConfig(window=128), 2), methods.get("xattention", dense_tokens=0)],
     ids=["TCA", "xattention"],
 )
 def test_parts_of_a_layer_make_the_whole(method):
