@@ -66,16 +66,8 @@ def test_decode_compares_caches_by_their_bytes(tmp_path):
 
 
 def test_end_to_end_times_answers_and_questions(tmp_path):
-    args = [
-        *TINY,
-        "--lengths=1024",
-        "--repeats=1",
-        "--block-shares=0.5",
-        "--worth=0.3",
-        "--new-tokens=4",
-        "--questions=2",
-    ]
-    full, tca, worth, *asked = [row for row in bench("end-to-end", tmp_path, *args) if row["tokens"] == 1024]
+    options = ["--lengths=1024", "--repeats=1", "--block-shares=0.5", "--worth=0.3", "--new-tokens=4", "--questions=2"]
+    full, tca, worth, *asked = [row for row in bench("end-to-end", tmp_path, *TINY, *options) if row["tokens"] == 1024]
     assert (full["attention"], tca["attention"], worth["attention"]) == ("full", "TCA 0.5", "worth 0.3")
     assert worth["kept"] == pytest.approx(0.3 * 0.75 + 0.25 + 0.125, abs=0.1)  # ranked, window, reserve
     assert worth["area"] < 0.8
