@@ -33,40 +33,6 @@ class PagedConfig:
     merged: int = 64  # chunks that the merging kernel reads at once, a power of two
 
 
-class PageRefs(NamedTuple):
-    """A cache in the kernels' form; arrays or refs."""
-
-    k: Any  # keys `[P, b, d]`
-    v: Any  # values `[P, b, d]`
-    table: Any  # page numbers, flat `[R Hkv T]`
-    kept: Any  # kept tokens `[R Hkv]`
-    start: Any  # position of the window's first token `[R]`
-    end: Any  # position past its last `[R]`
-    bias: Any = None  # of kept tokens `[R Hkv, n]`
-    first_row: Any = None  # row of `table`, `kept` and `bias` where the cache's begin `[1]`; None: the first
-
-    @classmethod
-    def of(cls, cache: Pages) -> PageRefs:
-        """A cache's arrays."""
-        bias = None if cache.bias is None else cache.bias.reshape(-1, cache.bias.shape[-1])
-        first = None if cache.first_row is None else cache.first_row.reshape(1)
-        table, kept = cache.table.reshape(-1), cache.kept.reshape(-1)
-        return cls(cache.k, cache.v, table, kept, cache.start, cache.end, bias, first)
-
-    def row(self, number: Array) -> Array:
-        """Row of `table`, `kept` and `bias` of a row of the cache."""
-        return number if self.first_row is None else number + self.first_row[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class TableShape:
-    """Static sizes of a cache: rows of queries that share one of its rows, and columns of its table."""
-
-    sharing: int
-    columns: int
-    kept_columns: int
-
-
 class Span(NamedTuple):
     """A region's tokens in one cache: `kept` of them from anywhere, and `local` consecutive ones from `edge` on."""
 
@@ -89,7 +55,6 @@ class ChunkPlan:
     window: int  # least number of local tokens
     chunks: int  # chunks that all tokens are cut into, at most
     keys: int  # tokens of a tile
-    tables: tuple[TableShape, ...]  # the caches' tables
 
     @classmethod
     def make(
@@ -98,11 +63,10 @@ class ChunkPlan:
         """The plan for `queries` queries in each of `batch` rows."""
         kv_heads, page = caches[0].table.shape[1], caches[0].page_size
         regions, tiles_of_rows = batch * kv_heads, cdiv(queries * group, config.queries)
-        tables = tuple(TableShape(batch // len(c.start), c.table.shape[2], c.kept_columns) for c in caches)
-        most_tiles = regions * sum(table.columns for table in tables) * (page // config.keys)
+        most_tiles = regions * sum(cache.table.shape[2] for cache in caches) * (page // config.keys)
         # One chunk a region at least and as many again for `split` to deal out; never more than there are tiles.
         chunks = min(max(config.programs // tiles_of_rows, 2 * regions), regions + most_tiles)
-        return cls(regions, kv_heads, group, queries, tiles_of_rows, page, window, chunks, config.keys, tables)
+        return cls(regions, kv_heads, group, queries, tiles_of_rows, page, window, chunks, config.keys)
 
     @property
     def rows(self) -> int:
@@ -131,11 +95,16 @@ class ChunkPlan:
         """Tiles of `tokens` tokens."""
         return divide_up(tokens, self.keys)
 
-    def column(self, table: TableShape, span: Span, is_kept: Array, tile: Array) -> Array:
+    def rows_of(self, cache: Pages, rows: Array) -> tuple[Array, Array]:
+        """Where a cache has rows of queries: in `start` and `end`, and in `table`, `kept` and `bias`."""
+        own = lax.div(rows, jnp.full_like(rows, self.regions // self.kv_heads // cache.start.shape[0]))
+        return own, own if cache.first_row is None else own + cache.first_row[0]
+
+    def column(self, cache: Pages, span: Span, is_kept: Array, tile: Array) -> Array:
         """Entry of a region's table that names the page of a tile: the n-th of its kept tokens or of its window."""
         pages = lax.div(tile, jnp.int32(self.page // self.keys))
-        local = table.kept_columns + lax.div(span.edge - span.start, jnp.int32(self.page)) + pages
-        return jnp.where(is_kept, pages, local)
+        local = cache.kept_columns + lax.div(span.edge - span.start, jnp.int32(self.page)) + pages
+        return jnp.clip(jnp.where(is_kept, pages, local), 0, cache.table.shape[2] - 1)
 
 
 class Chunks(NamedTuple):
@@ -168,7 +137,7 @@ class Chunks(NamedTuple):
         return jnp.arange(self.tiles.shape[0], dtype=jnp.int32)
 
 
-def split(plan: ChunkPlan, caches: tuple[PageRefs, ...], first: Any, newest: Any) -> Chunks:
+def split(plan: ChunkPlan, caches: tuple[Pages, ...], first: Any, newest: Any) -> Chunks:
     """Deals all tiles to at most `plan.chunks` chunks, of one size but for the regions' remainders.
 
     Chunks of ceil(total / chunks) tiles would be the fewest that keep all programs busy; remainders can make them
@@ -182,12 +151,12 @@ def split(plan: ChunkPlan, caches: tuple[PageRefs, ...], first: Any, newest: Any
     # A division of numbers that are not negative; a row at -1 has no tokens.
     block = lax.div(jnp.maximum(latest, 0), jnp.full_like(latest, plan.page)) * plan.page
     spans, tiles = [], jnp.zeros_like(lanes)
-    for cache, table in zip(caches, plan.tables, strict=True):
-        own = lax.div(rows, jnp.full_like(rows, table.sharing))
+    for cache in caches:
+        own, place = plan.rows_of(cache, rows)
         start, end = (pltriton.load(x.at[own], mask=valid, other=0) for x in (cache.start, cache.end))
         edge = jnp.maximum(start, block - plan.window)
         local = jnp.where(asked, jnp.maximum(jnp.minimum(end, latest + 1) - edge, 0), 0)
-        kept = pltriton.load(cache.kept.at[cache.row(own) * plan.kv_heads + heads], mask=valid & asked, other=0)
+        kept = pltriton.load(cache.kept.at[place, heads], mask=valid & asked, other=0)
         spans.append(Span(kept, local, edge, start))
         tiles += plan.tiles(kept) + plan.tiles(local)
     total = jnp.sum(tiles)

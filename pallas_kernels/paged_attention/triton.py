@@ -29,7 +29,7 @@ from tca_jax.pallas_kernels.kernel_math import (
 )
 from tca_jax.pallas_kernels.kv import LEAST_EXPONENT, EightBits, Pages
 from tca_jax.pallas_kernels.numerics import MASKED
-from tca_jax.pallas_kernels.paged_attention.chunks import ChunkPlan, PagedConfig, PageRefs, Span, TableShape, split
+from tca_jax.pallas_kernels.paged_attention.chunks import ChunkPlan, PagedConfig, Span, split
 from tca_jax.pallas_kernels.triton_call import (
     PartedState,
     check_supported,
@@ -101,10 +101,10 @@ def paged_attention(
     require(is_power, f"{on}: pages of {page}: must be a power of two from {_SMALLEST_PAGE}", Unsupported)
     config = config or default_config(queries * group, head_dim, page, q.dtype, batch, eight_bits=eight_bits)
     plan = ChunkPlan.make(caches, config, batch=batch, queries=queries, group=group, window=window)
-    rows, refs = batch * queries * q_heads, tuple(PageRefs.of(cache) for cache in caches)
+    rows, caches = batch * queries * q_heads, jax.tree.map(jnp.atleast_1d, caches)
     parts = triton_call(
         partial(_attend_chunk, plan, rows=config.queries, interpret=interpret),
-        (q.reshape(rows, head_dim), refs, first, newest),
+        (q.reshape(rows, head_dim), caches, first, newest),
         [
             ((plan.chunks * plan.rows, head_dim), jnp.float32),
             ((plan.chunks * plan.rows,), jnp.float32),
@@ -118,7 +118,7 @@ def paged_attention(
     )
     out, lse = triton_call(
         partial(_merge_chunks, plan, config.merged),
-        (*parts, refs, first, newest),
+        (*parts, caches, first, newest),
         [((rows, head_dim), q.dtype), ((rows,), jnp.float32)],
         grid=(rows,),
         name="paged_attention_merge",
@@ -132,7 +132,7 @@ def paged_attention(
 def _attend_chunk(
     plan: ChunkPlan,
     q_ref: Any,
-    caches: tuple[PageRefs, ...],
+    caches: tuple[Pages, ...],
     first_ref: Any,
     newest_ref: Any,
     out_ref: Any,
@@ -168,10 +168,10 @@ def _attend_chunk(
         )
         begin, end = chunks.tiles_of(chunk, region)
         end = jnp.where(earliest <= newest, end, begin)  # a tile of nothing but padding
-        for cache, table, spans in zip(caches, plan.tables, chunks.spans, strict=True):
+        for cache, spans in zip(caches, chunks.spans, strict=True):
             span = Span(*(chunks.of(region, values) for values in spans))
             tiles = plan.tiles(span.kept) + plan.tiles(span.local)
-            attend = partial(_attend_span, plan, cache, table, span, region, interpret=interpret)
+            attend = partial(_attend_span, plan, cache, span, region, interpret=interpret)
             between = jnp.minimum(begin, tiles), jnp.minimum(end, tiles)
             state = attend(q, positions, (earliest, jnp.minimum(latest, newest)), between, state)
             begin, end = (jnp.maximum(edge, tiles) - tiles for edge in (begin, end))
@@ -184,7 +184,7 @@ def _attend_chunk(
             pltriton.store(out_ref.at[to[:, None], part[None]], values, mask=inside[:, None])
 
 
-def _columns(head_dim: int, caches: tuple[PageRefs, ...]) -> list[Array]:
+def _columns(head_dim: int, caches: tuple[Pages, ...]) -> list[Array]:
     """The columns of each part of queries and output: all, or two halves where a cache has words of two codes."""
     parts = 2 if any(isinstance(cache.k, EightBits) for cache in caches) else 1
     width = head_dim // parts
@@ -193,8 +193,7 @@ def _columns(head_dim: int, caches: tuple[PageRefs, ...]) -> list[Array]:
 
 def _attend_span(
     plan: ChunkPlan,
-    cache: PageRefs,
-    table: TableShape,
+    cache: Pages,
     span: Span,
     region: Array,
     q: tuple[Array, ...],
@@ -214,8 +213,7 @@ def _attend_span(
     if in_eight_bits and q[0].dtype != jnp.float32:
         q = tuple(part.astype(jnp.float16) for part in q)  # which holds codes, too
     row, head = quotient_and_remainder(region, plan.kv_heads)
-    of_row = cache.row(lax.div(row, jnp.int32(table.sharing))) * plan.kv_heads + head
-    first_entry = of_row * table.columns
+    _, row = plan.rows_of(cache, row)
     step = partial(online_softmax_step, q, interpret=interpret)
     seen_by = [jnp.clip(position + 1 - span.edge, 0, span.local) for position in (*asked, positions)]
     if plan.queries == 1:
@@ -234,8 +232,7 @@ def _attend_span(
     # A step of the loop looks up the next tile's page: keys are loaded stages ahead, where their page must be known.
     # Where there is no such tile, any entry of the table will do.
     def page_of(number: Array, masked: bool, last: Array) -> Array:
-        column = plan.column(table, span, *tile_of(jnp.minimum(number, last), masked))
-        return cache.table[first_entry + jnp.clip(column, 0, table.columns - 1)]
+        return cache.table[row, head, plan.column(cache, span, *tile_of(jnp.minimum(number, last), masked))]
 
     def take(number: Array, carried: Any, masked: bool, last: Array) -> Any:
         state, page = carried
@@ -253,7 +250,7 @@ def _attend_span(
         bias = None
         if cache.bias is not None:
             counted = is_kept & (index < span.kept)
-            bias = pltriton.load(cache.bias.at[of_row, index], mask=counted, other=0.0)
+            bias = pltriton.load(cache.bias.at[row, head, index], mask=counted, other=0.0)
         return step(state, k, v, visible, exponents, bias=bias), following
 
     def run(begin: Array, end: Array, state: PartedState, masked: bool) -> PartedState:
@@ -293,7 +290,7 @@ def _merge_chunks(
     parts_ref: Any,
     peak_ref: Any,
     weight_ref: Any,
-    caches: tuple[PageRefs, ...],
+    caches: tuple[Pages, ...],
     first_ref: Any,
     newest_ref: Any,
     out_ref: Any,
