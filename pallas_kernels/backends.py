@@ -26,39 +26,27 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "select_tokens": ("triton", "xla"),
     }
 )
-#: Major CUDA compute capabilities that a backend runs on; None runs on any device. The Mosaic kernels use wgmma, the
-#: matrix instructions of Hopper alone.
+#: Every name of a backend, and the major CUDA compute capabilities that it runs on; None runs on any device. The Mosaic
+#: kernels use wgmma, the matrix instructions of Hopper alone.
 _NEEDS: Mapping[str, range | None] = MappingProxyType(
-    {"cudnn": range(8, 100), "mosaic": range(9, 10), "triton": range(8, 100), "xla": None}
+    {"auto": None, "cudnn": range(8, 100), "mosaic": range(9, 10), "triton": range(8, 100), "xla": None}
 )
-#: Every name of a backend.
-BACKENDS = ("auto", *_NEEDS)
 #: What an operation's `backend` argument takes. "auto" is the best backend that the device has and that takes the
 #: call; any other name is taken or refused, never replaced. A tuple of names is an order of preference: the first
 #: that the operation has at all is meant, and "auto" as the last one fits every operation.
 Backend = str | tuple[str, ...]
 
 
-def validate_backend(backend: str) -> None:
-    """Raises ValueError unless `backend` is one of `BACKENDS`."""
-    require(backend in BACKENDS, f"backend = {backend!r}: must be one of {list(BACKENDS)}")
-
-
 def check_backend(backend: str) -> None:
-    """Raises ValueError unless `backend` is one of `BACKENDS` that can run on this device."""
-    validate_backend(backend)
-    lack = None if backend == "auto" else _lacks(backend)
+    """Raises ValueError unless `backend` is the name of a backend that can run on this device."""
+    require(backend in _NEEDS, f"backend = {backend!r}: must be one of {list(_NEEDS)}")
+    lack = _lacks(backend)
     require(lack is None, f"backend = {backend!r} {lack}; use 'auto' or 'xla'")
 
 
 def can_run(backend: str) -> bool:
-    """Whether this device runs a named backend.
-
-    Raises:
-        ValueError: there is no such backend.
-    """
-    validate_backend(backend)
-    return backend == "auto" or _lacks(backend) is None
+    """Whether this device runs a named backend."""
+    return _lacks(backend) is None
 
 
 def resolve_backend(backend: str) -> Backend:
@@ -87,8 +75,6 @@ def dispatch(operation: str, backend: Backend) -> Callable[..., Any]:
             be imported.
     """
     names, known = (backend,) if isinstance(backend, str) else backend, ("auto", *OPERATIONS[operation])
-    for name in names:
-        validate_backend(name)
     name = next((name for name in names if name in known), "")
     require(name, f"backend = {backend!r}: {operation} has no such implementation; must be one of {sorted(known)}")
     check_backend(name)

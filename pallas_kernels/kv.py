@@ -46,16 +46,6 @@ class Pool(NamedTuple):
     lengths: Int[Array, "B Hkv"]  # tokens in every region, int32 `[B, Hkv]`
 
 
-def pool_shapes(pool: Pool) -> dict[str, tuple[Any, str]]:
-    """The arrays of a pool and their dimensions, as `checks.check_shapes` takes them."""
-    return {
-        "pool.k": (pool.k, "P d"),
-        "pool.v": (pool.v, "P d"),
-        "pool.offsets": (pool.offsets, "B Hkv"),
-        "pool.lengths": (pool.lengths, "B Hkv"),
-    }
-
-
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["words", "exponents"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)

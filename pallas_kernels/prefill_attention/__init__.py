@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
-from tca_jax.pallas_kernels.kv import Pool, pool_shapes
+from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import cdiv
 
 
@@ -32,10 +32,8 @@ class FarBlocks(NamedTuple):
         return (self.counts * block_size + self.mean_counts).sum(axis=-1, dtype=jnp.float32)
 
 
-def far_shapes(far: FarBlocks) -> dict[str, tuple[Array, str]]:
-    """The arrays and their dimensions, as `checks.check_shapes` takes them."""
-    dims = "B Hkv N C", "B Hkv N", "B Hkv L", "B N Hkv d", "B N Hkv d", "B Hkv N N", "B Hkv N"
-    return {f"far.{name}": pair for name, pair in zip(far._fields, zip(far, dims, strict=True), strict=True)}
+_POOL = "P d", "P d", "B Hkv", "B Hkv"
+_FAR = "B Hkv N C", "B Hkv N", "B Hkv L", "B N Hkv d", "B N Hkv d", "B Hkv N N", "B Hkv N"
 
 
 def prefill_attention(
@@ -81,10 +79,10 @@ def prefill_attention(
             "q": (q, "B L Hq d"),
             "k": (k, "B L Hkv d"),
             "v": (v, "B L Hkv d"),
-            **pool_shapes(pool),
+            **_shapes("pool", pool, _POOL),
             "budgets": (budgets, "B Hkv nb"),
             "lengths": (lengths, "B" if lengths.ndim == 1 else "B Hkv"),
-            **({} if far is None else far_shapes(far)),
+            **({} if far is None else _shapes("far", far, _FAR)),
         }
     )
     check_whole_blocks("budgets", sizes, block_size)
@@ -92,3 +90,8 @@ def prefill_attention(
     require(sizes.get("N", whole) == whole, f"far has {sizes.get('N')} blocks: must be ceil(L / block_size) = {whole}")
     implementation = dispatch("prefill_attention", backend)
     return implementation(q, k, v, pool, budgets, lengths, block_size=block_size, window=window, far=far)
+
+
+def _shapes(name: str, group: Pool | FarBlocks, dims: tuple[str, ...]) -> dict[str, tuple[Array, str]]:
+    """The arrays of a group and their dimensions, as `check_shapes` takes them."""
+    return {f"{name}.{field}": (array, of) for field, array, of in zip(group._fields, group, dims, strict=True)}
