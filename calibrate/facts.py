@@ -109,14 +109,11 @@ def _draw_fact(rng: np.random.Generator, shape: str, pairs: Iterator[str], plain
         kinds, questions = [f"{ordinal} {kind}" for ordinal in _ORDINALS[:count]], _SEVERAL
     values = tuple(_draw_value(rng, shape, kind, pairs) for _ in kinds)
     said = [{"kind": one, "key": key, "value": value} for one, value in zip(kinds, values, strict=True)]
-    lines = tuple(f"{_comment(rng)}{rng.choice(wordings)}".format(**words) for words in said)
+    marks = ("# ", *[""] * (_COMMENT_EVERY - 1))
+    lines = tuple(f"{marks[rng.integers(len(marks))]}{rng.choice(wordings)}".format(**words) for words in said)
     question = str(rng.choice(questions)).format(kind=kind, key=key, count=len(kinds))
     answer = ", the ".join(_PLAIN[0][0].removeprefix("The ").removesuffix(".").format(**words) for words in said)
     return Fact(values, lines, question, f"The {answer}.")
-
-
-def _comment(rng: np.random.Generator) -> str:
-    return "# " if rng.integers(_COMMENT_EVERY) == 0 else ""
 
 
 def _draw_value(rng: np.random.Generator, shape: str, kind: str, pairs: Iterator[str]) -> str:

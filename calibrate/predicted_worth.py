@@ -27,7 +27,7 @@ from tca_jax.calibration.repetition import (
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import Encoder, encode_verbatim
-from tca_jax.errors import UserError, require
+from tca_jax.errors import UserError
 
 RIDGE = 3e-3  # of the Gram matrix's diagonal
 FLOOR = 1e-7  # of targets, before their logarithms
@@ -49,10 +49,7 @@ class WorthMaps:
 
     def threshold(self, share: float) -> float:
         """The prediction that `share` of all heads' tokens reach, on texts that were not fitted; -inf for 1."""
-        require(0 < share <= 1, f"share = {share}: must be in (0, 1]")
-        if share == 1:
-            return -np.inf
-        return float(np.interp(np.log(share), np.log(SHARES), self.thresholds))
+        return -np.inf if share == 1 else float(np.interp(np.log(share), np.log(SHARES), self.thresholds))
 
 
 def pack_texts(lm: Encoder, texts: Iterable[str | Sequence[int]], count: int, tokens: int) -> list[list[int]]:
@@ -89,7 +86,8 @@ def fit_worth(
     Texts are of `pack_texts`, at least two, each of at least two chunks, with positions left for a chunk's repetition.
     """
     request, fitted = repetition_request(lm), len(texts) // 2
-    sums = [_Sums.zeros(lm.config.hidden_size, lm.config.num_kv_heads * len(targets))] * lm.config.num_layers
+    width, columns = lm.config.hidden_size + 1, lm.config.num_kv_heads * len(targets)
+    sums = [_Sums(jnp.zeros((width, width)), jnp.zeros((width, columns)))] * lm.config.num_layers
     weights = np.zeros((lm.config.num_layers, lm.config.num_kv_heads))
     places = np.array([TARGETS.index(name) for name in targets])
 
@@ -106,21 +104,27 @@ def fit_worth(
         progress("fitting maps", done + 1, fitted)
     maps = _finite(on_host(jnp.stack([_solve(each) for each in sums])))
     maps = maps.reshape(len(sums), len(targets), -1, maps.shape[-1])
-    measured = [_Measured() for _ in targets]
+    # Of each text: [layers, targets, Hkv, L], and without the last axis.
+    predictions, correlations = list[np.ndarray](), list[np.ndarray]()
     for done, ids in enumerate(texts[fitted:]):
         layers = read_inputs(lm, ids)
-        for number, (values, _) in enumerate(targets_of(ids, layers)):
-            logs = on_host(_logs(values))
-            for target, of_target in enumerate(measured):
-                predicted = on_host(predict(maps[number, target], layers[number].x))[:, : len(ids)]
-                of_target.add(number, logs[target], predicted)
+        logs = np.stack([on_host(_logs(values)) for values, _ in targets_of(ids, layers)])
+        found = (
+            [on_host(predict(each, x)) for each in of_layer] for of_layer, (x, *_) in zip(maps, layers, strict=True)
+        )
+        predictions.append(np.array(list(found))[..., : len(ids)])
+        correlations.append(_correlation(logs, predictions[-1]))
         progress("measuring maps", done + 1, len(texts) - fitted)
+    predicted, correlation = np.concatenate(predictions, axis=-1), np.mean(correlations, axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         weights /= np.exp(np.mean(np.log(weights[weights > 0])))
-    return {
-        name: of_target.maps(maps[:, target], weights.astype(np.float32))
-        for target, (name, of_target) in enumerate(zip(targets, measured, strict=True))
-    }
+    weights, fits = weights.astype(np.float32), dict[str, WorthMaps]()
+    for target, name in enumerate(targets):
+        thresholds = np.quantile(predicted[:, target], 1 - SHARES).astype(np.float32)
+        of_target = WorthMaps(maps[:, target], thresholds, weights, correlation[:, target], weights)
+        shares = (predicted[:, target] >= of_target.threshold(0.2)).mean(axis=-1)
+        fits[name] = dataclasses.replace(of_target, shares=shares.astype(np.float32))
+    return fits
 
 
 @jax.jit
@@ -132,10 +136,6 @@ def predict(maps: Float32[Array, "Hkv D1"], x: Float[Array, "1 L D"]) -> Float32
 class _Sums(NamedTuple):
     gram: Float32[Array, "D1 D1"]  # of hidden states and a column of ones
     right: Float32[Array, "D1 T"]  # their products with the logarithms of targets
-
-    @classmethod
-    def zeros(cls, width: int, columns: int) -> _Sums:
-        return cls(jnp.zeros((width + 1, width + 1)), jnp.zeros((width + 1, columns)))
 
 
 def _logs(values: Float32[Array, "T Hkv L"]) -> Float32[Array, "T Hkv L"]:
@@ -167,23 +167,9 @@ def _finite(maps: Float32[np.ndarray, "layers T D1"]) -> Float32[np.ndarray, "la
     return np.where(broken, nothing, maps)
 
 
-class _Measured:
-    """Predictions of one target on texts that were not fitted."""
-
-    def __init__(self) -> None:
-        self._predicted: dict[int, list[np.ndarray]] = {}
-        self._correlations: dict[int, list[np.ndarray]] = {}
-
-    def add(self, layer: int, logs: Float32[np.ndarray, "Hkv L"], predicted: Float32[np.ndarray, "Hkv L"]) -> None:
-        centred = [each - each.mean(axis=1, keepdims=True) for each in (logs, predicted)]
-        norm = np.prod([np.linalg.norm(each, axis=1) for each in centred], axis=0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self._correlations.setdefault(layer, []).append(np.prod(centred, axis=0).sum(axis=1) / norm)
-        self._predicted.setdefault(layer, []).append(predicted)
-
-    def maps(self, maps: Float32[np.ndarray, "layers Hkv D1"], weights: Float32[np.ndarray, "layers Hkv"]) -> WorthMaps:
-        predicted = np.stack([np.concatenate(self._predicted[layer], axis=1) for layer in range(len(maps))])
-        correlation = np.stack([np.mean(self._correlations[layer], axis=0) for layer in range(len(maps))])
-        thresholds = np.quantile(predicted, 1 - SHARES).astype(np.float32)
-        found = WorthMaps(maps, thresholds, weights, correlation.astype(np.float32), np.zeros_like(weights))
-        return dataclasses.replace(found, shares=(predicted >= found.threshold(0.2)).mean(axis=-1).astype(np.float32))
+def _correlation(
+    logs: Float32[np.ndarray, "layers T Hkv L"], predicted: Float32[np.ndarray, "layers T Hkv L"]
+) -> Float32[np.ndarray, "layers T Hkv"]:
+    a, b = (each - each.mean(axis=-1, keepdims=True) for each in (logs, predicted))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (a * b).sum(axis=-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))

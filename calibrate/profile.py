@@ -23,8 +23,8 @@ from tca_jax.persistence import load, save
 
 FORMAT_VERSION, _OLD_VERSIONS = 6, (3, 4)
 _READ_VERSIONS = (*_OLD_VERSIONS, WORTH_VERSION, FORMAT_VERSION)
-ARRAYS = ("candidates", "scores")
-_METADATA = ("config", "fingerprint", "model_name", "sources", "library_version")
+_ARRAYS = ("candidates", "scores")
+_METADATA = ("config", "fingerprint", "model_name", "library_version", "sources")
 _OF_CONFIG = frozenset(field.name for field in dataclasses.fields(TCAConfig))
 _SCORE_SLACK = 0.01  # float32 sums over long texts leave [0, 1] by rounding
 
@@ -56,13 +56,10 @@ class Profile:
 
     def __post_init__(self) -> None:
         rows, shape = self.config.num_candidates + 1, np.shape(self.candidates)
-        candidates = _checked("candidates", self.candidates, "iu", shape)
-        _require("candidates", candidates, (candidates >= 0) & (candidates < rows), f"lie in [0, {rows - 1}]")
-        scores = _checked("scores", self.scores, "f", (*shape, rows))
-        _require("scores", scores, ~((scores < -_SCORE_SLACK) | (scores > 1 + _SCORE_SLACK)), "lie in [0, 1]")
-        for name, value in (("candidates", candidates.astype(np.int32)), ("scores", scores.astype(np.float32))):
-            value.setflags(write=False)  # a frozen dataclass should not change through its arrays
-            object.__setattr__(self, name, value)
+        candidates = _checked("candidates", self.candidates, np.int32, shape, rows - 1)
+        scores = _checked("scores", self.scores, np.float32, (*shape, rows), 1, slack=_SCORE_SLACK)
+        object.__setattr__(self, "candidates", candidates)
+        object.__setattr__(self, "scores", scores)
         object.__setattr__(self, "sources", tuple(map(dict, self.sources)))
 
     def __repr__(self) -> str:
@@ -71,15 +68,15 @@ class Profile:
         return f"Profile({self.model_name!r}, {shape}, {self.kept_share(tokens).mean():.1%} kept of {tokens:,} tokens)"
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Profile):
-            return NotImplemented
-        return (
-            all(np.array_equal(mine, other._arrays()[name], equal_nan=True) for name, mine in self._arrays().items())
-            and self._metadata() == other._metadata()
-        )
+        return isinstance(other, Profile) and self._values() == other._values()
 
     def __hash__(self) -> int:
-        return hash((self.candidates.tobytes(), self.config, self.fingerprint, self.model_name))
+        return hash(self._values()[:-1])
+
+    def _values(self) -> tuple[Any, ...]:
+        """All fields, to compare; the last, dicts, cannot be hashed."""
+        arrays = self.candidates.shape, self.candidates.tobytes(), self.scores.tobytes()
+        return *arrays, *(getattr(self, name) for name in _METADATA)
 
     @classmethod
     def uniform(cls, config: TCAConfig, num_layers: int, num_kv_heads: int, candidate: int) -> Profile:
@@ -136,7 +133,9 @@ class Profile:
         Raises:
             OSError: it cannot be written to; the message names it, and what it held still loads.
         """
-        save("profile", directory, self._arrays(), self._metadata())
+        own = {"format_version": FORMAT_VERSION, "config": dataclasses.asdict(self.config), "sources": [*self.sources]}
+        metadata = {name: getattr(self, name) for name in _METADATA} | own
+        save("profile", directory, {name: getattr(self, name) for name in _ARRAYS}, metadata)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Profile | WorthProfile:
@@ -159,19 +158,11 @@ class Profile:
             is_of_paper = version not in _OLD_VERSIONS or _is_of_paper(metadata["config"], arrays)
         require(is_of_paper, f"{folder} was made by the search of an older version: calibrate again (a minute)")
         with explaining(*damaged):
-            fields = {name: metadata[name] for name in _METADATA} | {name: arrays[name] for name in ARRAYS}
+            fields = {name: metadata[name] for name in _METADATA} | {name: arrays[name] for name in _ARRAYS}
             config = fields["config"].items()
             fields["config"] = TCAConfig(**{k: v for k, v in config if version == FORMAT_VERSION or k in _OF_CONFIG})
             fields["sources"] = tuple(fields["sources"])
             return cls(**fields)
-
-    def _arrays(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in ARRAYS}
-
-    def _metadata(self) -> dict[str, Any]:
-        """All but the arrays, as JSON values."""
-        own = {"format_version": FORMAT_VERSION, "config": dataclasses.asdict(self.config), "sources": [*self.sources]}
-        return {name: getattr(self, name) for name in _METADATA} | own
 
 
 def _is_of_paper(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
@@ -187,17 +178,16 @@ def options_of(profile: Profile | WorthProfile) -> dict[str, Any]:
     return {"config": profile.config, "candidates": profile.candidates}
 
 
-def _checked(name: str, value: Any, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    """`value` as an array of a dtype of this kind and of this shape."""
-    array = np.asarray(value)
+def _checked(name: str, value: Any, dtype: Any, shape: tuple[int, ...], most: int, slack: float = 0) -> np.ndarray:
+    """`value` as a read-only array of this type, of a shape and of entries in [0, most] or NaN."""
+    array, kind = np.asarray(value), np.dtype(dtype).kind
     wanted = "floats" if kind == "f" else "integers"
     of = "[layers, H_kv]" if name == "candidates" else list(shape)
-    fits = array.dtype.kind in kind and array.shape == shape and array.ndim >= 2 and array.size
+    fits = array.dtype.kind.replace("u", "i") == kind and array.shape == shape and array.ndim >= 2 and array.size
     require(fits, f"Profile.{name}: must be {wanted} {of}, got {array.dtype} {list(array.shape)}")
+    wrong = (array < -slack) | (array > most + slack)
+    at = tuple(map(int, np.unravel_index(np.argmax(wrong), shape)))
+    require(not wrong.any(), f"Profile.{name}{list(at)} = {array[at]}: must lie in [0, {most}]")
+    array = array.astype(dtype)
+    array.setflags(write=False)  # a frozen dataclass should not change through its arrays
     return array
-
-
-def _require(name: str, array: np.ndarray, allowed: np.ndarray, must: str) -> None:
-    """Raises UserError, which names the first entry that is not allowed."""
-    at = tuple(map(int, np.unravel_index(np.argmin(allowed), allowed.shape)))
-    require(allowed.all(), f"Profile.{name}{list(at)} = {array[at]}: must {must}")

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import Encoder, TokenizerWording, encode_verbatim
 from tca_jax.errors import require
-from tca_jax.layer_passes import LayerPass, TextPass, layer_program
+from tca_jax.layer_passes import LayerPass, TextPass, attention_program, layer_program
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up, scaled_scores
@@ -97,16 +97,15 @@ def text_targets(
     """Targets of rows after a text that was read; yields each layer's number and targets, last layer first."""
     positions = np.broadcast_to(len(ids) + np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
     passed = LayerPass(lm, rows.tokens, positions)
-    static: dict[str, Any] = {"rows": len(rows.tokens), "chunk": rows.chunk}
     heads, inputs = (lm.config.num_heads, lm.config.head_dim), list[Array]()
 
     def arrays(number: int) -> tuple[Any, ...]:
         return layers[number].k, layers[number].v, jnp.asarray(rows.counted), jnp.int32(len(ids))
 
-    for _ in passed.layers(_attend_layer, arrays, inputs=inputs, **static):
+    for _ in passed.layers(_attend_rows, arrays, inputs=inputs, chunk=rows.chunk):
         pass
-    weights = rows.counted.reshape(-1)
-    yield from passed.backward(_differentiate_layer, arrays, inputs, weights, margin, heads=heads, **static)
+    static: dict[str, Any] = {"heads": heads, "chunk": rows.chunk}
+    yield from passed.backward(_differentiate_layer, arrays, inputs, rows.counted.reshape(-1), margin, **static)
 
 
 def margin(decoder: Decoder, x: Float[Array, "1 n D"], targets: Int32[Array, "1 n"]) -> Float32[Array, "1 n"]:
@@ -167,36 +166,21 @@ def _attend_row(row: _Row) -> Float[Array, "n Hq d"]:
 
 
 def _rows_of(
-    q: Array, k: Array, v: Array, text_k: Array, text_v: Array, length: Int[Array, ""], rows: int, chunk: int
+    q: Array, k: Array, v: Array, text_k: Array, text_v: Array, counted: Array, length: Int[Array, ""], chunk: int
 ) -> _Row:
     """Arguments of all rows, stacked."""
+    rows = len(counted)
     q, k, v = (x.reshape(rows, -1, *x.shape[2:]) for x in (q, k, v))
     keys, values = (_seen_by(x, rows, chunk) for x in (text_k, text_v))
     return q, k, v, keys, values, _exists(rows, chunk, length)
 
 
-@functools.partial(layer_program, static=("rows", "chunk"))
-def _attend_layer(
-    module: Any,
-    x: Float[Array, "1 P D"],
-    cos: Array,
-    sin: Array,
-    text_k: Array,
-    text_v: Array,
-    counted: Array,
-    length: Int[Array, ""],
-    *,
-    rows: int,
-    chunk: int,
-) -> tuple[Array, None]:
-    def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
-        stacked = _rows_of(q, k, v, text_k, text_v, length, rows, chunk)
-        return jax.lax.map(_attend_row, stacked).reshape(q.shape), None
-
-    return module(x, cos, sin, attention, None)[0], None
+@functools.partial(attention_program, static=("chunk",))
+def _attend_rows(q: Array, *of_rows: Array, chunk: int) -> tuple[Array, None]:
+    return jax.lax.map(_attend_row, _rows_of(q, *of_rows, chunk)).reshape(q.shape), None
 
 
-@functools.partial(layer_program, static=("rows", "chunk", "heads"))
+@functools.partial(layer_program, static=("chunk", "heads"))
 def _differentiate_layer(
     module: Any,
     cotangent: Float[Array, "1 P D"],
@@ -208,13 +192,14 @@ def _differentiate_layer(
     counted: Float32[Array, "R n"],
     length: Int[Array, ""],
     *,
-    rows: int,
     chunk: int,
     heads: tuple[int, int],  # query heads and their size
 ) -> tuple[Float[Array, "1 P D"], LayerTargets]:
+    rows = len(counted)
+
     def layer(x: Array, added: Array) -> tuple[Array, tuple[_Row, Array]]:
         def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[_Row, Array]]:
-            stacked = _rows_of(q, k, v, text_k, text_v, length, rows, chunk)
+            stacked = _rows_of(q, k, v, text_k, text_v, counted, length, chunk)
             out = jax.lax.map(jax.checkpoint(_attend_row), stacked).reshape(q.shape)
             return out + added.astype(out.dtype), (stacked, out)
 

@@ -20,7 +20,7 @@ from tca_jax.calibration.predicted_worth import Progress, WorthMaps, fit_worth, 
 from tca_jax.calibration.probes import FOLLOW, ProbedText, Segment, probed_texts
 from tca_jax.calibration.repetition import CHUNK, chat_frame, repetition_request, repetition_rows
 from tca_jax.engine.contexts import prefill
-from tca_jax.engine.lm import LM, require_lm
+from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompt, encode_verbatim, is_single
 from tca_jax.engine.score import score, score_answers
 from tca_jax.errors import check_integer, is_finite_number, require
@@ -170,14 +170,12 @@ def calibrate_worth(
     lm: LM,
     texts: Prompt | Sequence[Prompt],
     *,
-    count: int = COUNT,
-    tokens: int = TOKENS,
-    kept: float | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    count: int,
+    tokens: int,
+    kept: float | None,
+    progress: Progress,
 ) -> WorthProfile:
     """Fits predicted worth on half of the texts and measures it on the others; `tca_jax.calibrate` documents it."""
-    require_lm(lm)
-    require(lm.mesh is None, f"{lm.name} is on a mesh: load it on one device to fit predicted worth")
     packed, chunk = packed_texts(lm, texts, count, tokens, kept)
     maps = fit_worth(lm, packed, chunk=chunk, progress=progress)["worth"]
     profile = WorthProfile(maps, 1.0, 1.0, (), (), lm.fingerprint, lm.name, sources_of(packed))
@@ -268,37 +266,33 @@ def measured_tables(
         progress("measuring answers and losses", next(done), steps)
         return found
 
-    def answers(of: WorthProfile | None) -> list[dict[str, list[Any]]]:
+    def answers(of: WorthProfile | None) -> dict[str, np.ndarray]:
         under = lm.with_profile(of)
-        return [counted(_answers(under, each)) for each in probed]
+        found = [counted(_answers(under, each)) for each in probed]
+        return {kind: np.concatenate([each[kind] for each in found]) for kind in found[0]}
 
-    reference = answers(None)
-    known = {kind: [flag for each in reference for flag in each[kind]] for kind in ("facts", "copy")}
-    base = float(np.mean([loss for each in reference for loss in each[FOLLOW]]))
-    kept_table = []
+    def losses(of: WorthProfile | None) -> list[float]:
+        under = lm.with_profile(of)
+        return [_mean(column) for column in np.transpose([counted(_losses(under, each)) for each in probed])]
+
+    full, kept_table, reading_table = answers(None), list[dict[str, float]](), list[dict[str, float]]()
     for share in _KEPT:
         found = answers(profile.with_kept(share, 1.0))
-        row = {"kept": share}
-        for kind, name in (("facts", "facts"), ("copy", "copies")):
-            right = [flag for each in found for flag in each[kind]]
-            both = [a for a, b in zip(right, known[kind], strict=True) if b]
-            row[name] = float(np.mean(both)) if both else float("nan")
-        following = float(np.mean([loss for each in found for loss in each[FOLLOW]]))
-        kept_table.append(row | {"following": following / base - 1})
-    _, plain_full, copy_full, fact_full = _means([counted(_losses(lm.with_profile(None), each)) for each in probed])
-    reading_table = []
+        facts, copies = (_mean(found[kind][full[kind] > 0]) for kind in ("facts", "copy"))
+        following = float(found[FOLLOW].mean()) / float(full[FOLLOW].mean()) - 1
+        kept_table.append({"kept": share, "facts": facts, "copies": copies, "following": following})
+    _, plain_full, copy_full, fact_full = losses(None)
     for share in _SELECTED:
-        under = lm.with_profile(profile.with_kept(1.0, share))
-        attended, plain, copy, fact = _means([counted(_losses(under, each)) for each in probed])
+        attended, plain, copy, fact = losses(profile.with_kept(1.0, share))
         row = {"selected": share, "attended": attended, "plain": plain / plain_full - 1}
         reading_table.append(row | {"copy": copy - copy_full, "fact": fact - fact_full})
     return tuple(kept_table), tuple(reading_table)
 
 
-def _means(figures: Sequence[Sequence[float]]) -> list[float]:
-    """Means over texts; NaN where nothing was measured."""
-    columns = [[x for x in column if not math.isnan(x)] for column in zip(*figures, strict=True)]
-    return [float(np.mean(column)) if column else math.nan for column in columns]
+def _mean(figures: np.ndarray) -> float:
+    """Mean of those that were measured, which are not NaN; NaN of none."""
+    measured = figures[~np.isnan(figures)]
+    return float(measured.mean()) if measured.size else math.nan
 
 
 def _counted(segment: Segment) -> tuple[int, int]:
@@ -316,8 +310,7 @@ def _answers(lm: LM, text: ProbedText) -> dict[str, list[Any]]:
     found = score_answers(lm, prompts, given, context=prefill(lm, list(text.ids)))
     results: dict[str, list[Any]] = {"facts": [], "copy": [], FOLLOW: []}
     for segment, logprobs, greedy in zip(asked, found.logprobs, found.greedy, strict=True):
-        if segment.kind in results:
-            results[segment.kind].append(float(-logprobs[0].mean()) if segment.kind == FOLLOW else greedy[0])
+        results[segment.kind].append(float(-logprobs[0].mean()) if segment.kind == FOLLOW else greedy[0])
     return results
 
 
