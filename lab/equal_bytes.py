@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
-from tca_jax.errors import UserError, check_integer, check_number, least_share
+from tca_jax.errors import UserError, check_integer, check_number
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import get, option_names
 
@@ -44,6 +44,12 @@ def with_bytes(lm: LM, name: str, kv_share: float, prompt_tokens: int, **options
             f"bytes at {prompt_tokens} tokens ({knob} = {values[0]}); a smaller window takes less"
         )
     return turned(lm, fitting - 1)
+
+
+def least_share(share: float) -> str:
+    """The least share that is allowed, for messages: rounded up, so that it is allowed as shown."""
+    nearest = round(float(share), 4)
+    return f"{nearest if nearest >= share else nearest + 1e-4:.4f}"
 
 
 def _knob(name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, Sequence[Any]]:

@@ -13,21 +13,16 @@ from tca_jax.functional import select
 from tca_jax.methods.base import last_queries
 from tca_jax.methods.config import TCAConfig
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_shapes
-from tca_jax.pallas_kernels.numerics import round_up
-from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, attend_span
-from tca_jax.pallas_kernels.tiles import default_tiles, heads_first, tile_map
+from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
+
+_TILE_ELEMENTS = 2**26  # scores of a tile of queries: 256 MiB
 
 
 class ErrorBounds(NamedTuple):
-    """Bounds on |Att - Att~| of every query (Theorem 1), float32 [B, Hq, L].
+    """Bounds on |Att - Att~| of every query (Theorem 1)."""
 
-    Attributes:
-        max_norm: On the largest component: 2 gamma max|V|.
-        l1_norm: On the sum of the components: 2 gamma max_j |V_j|_1 (the paper has max|V| here, which lacks a
-            factor of up to d).
-    """
-
-    max_norm: Float32[Array, "B Hq L"]
+    max_norm: Float32[Array, "B Hq L"]  # on the largest component: 2 gamma max|V|
+    # On the sum of the components: 2 gamma max_j |V_j|_1. The paper has max|V| here, which lacks a factor of up to d.
     l1_norm: Float32[Array, "B Hq L"]
 
 
@@ -97,29 +92,17 @@ def _dropped_mass(
     lengths: Int[Array, " B"],
     config: TCAConfig,
 ) -> Float32[Array, "B Hq L"]:
-    """Attention whose values are 1 for dropped tokens left of the window and 0 for others: O(L) memory."""
-    batch, length, q_heads, _ = q.shape
-    kv_heads = k.shape[2]
-    group = q_heads // kv_heads
-    tiles = default_tiles(config.block_size, length)
-    padded_q, padded_k = round_up(length, tiles.queries), round_up(length, tiles.keys)
-    queries, keys = heads_first(q, kv_heads, padded_q), heads_first(k, kv_heads, padded_k)
-    dropped = jnp.pad(~selected, ((0, 0), (0, 0), (0, padded_k - length))).reshape(-1, 1).astype(jnp.float32)
-    num_tiles, size = padded_q // tiles.queries, tiles.queries * group
+    batch, length, heads, head_dim = q.shape
+    tokens = jnp.arange(length)
 
-    def one_tile(index: Array) -> Float32[Array, " R"]:
-        region, number = jnp.divmod(index, num_tiles)  # region: (row, KV head)
-        rows = jax.lax.dynamic_slice_in_dim(queries, index * size, size)
-        position = jnp.repeat(number * tiles.queries + jnp.arange(tiles.queries), group)
+    def one_query(query: tuple[Array, Array]) -> Float32[Array, "B Hkv G"]:
+        position, heads = query
         edge = jnp.maximum(0, position // config.block_size * config.block_size - config.window)
-        valid = position < lengths[region // kv_heads]
-        end = jnp.where(valid[0], position[-1] + 1, 0)
-        far = Span(region * padded_k, jnp.int32(0), jnp.minimum(end, edge[-1]), jnp.zeros_like(edge), edge)
-        near = Span(region * padded_k, edge[0], end, edge, position + 1)
-        mass = attend_span(rows, KeyValues(keys, dropped), far, OnlineSoftmax.empty(size, 1), tiles.keys)
-        mass = attend_span(rows, KeyValues(keys, jnp.zeros_like(dropped)), near, mass, tiles.keys)
-        return jnp.where(valid, jnp.minimum(mass.attention()[:, 0], 1), 0)
+        scores = jnp.where(tokens <= position, scaled_scores("bhgd,blhd->bhgl", heads, k), MASKED)
+        dropped = ~selected[:, :, None] & (tokens < edge)
+        return jnp.minimum(jnp.where(dropped, jax.nn.softmax(scores, axis=-1), 0).sum(axis=-1), 1)
 
-    gamma = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)
-    gamma = gamma.reshape(batch, kv_heads, padded_q, group)[:, :, :length]
-    return gamma.swapaxes(2, 3).reshape(batch, q_heads, length)
+    queries = q.reshape(batch, length, k.shape[2], -1, head_dim).swapaxes(0, 1)
+    tile = max(1, min(length, _TILE_ELEMENTS // (batch * heads * length)))  # memory stays O(L)
+    gamma = jax.lax.map(one_query, (tokens, queries), batch_size=tile).reshape(length, batch, heads)
+    return jnp.where(tokens < lengths[:, None, None], jnp.moveaxis(gamma, 0, 2), 0)

@@ -80,12 +80,6 @@ def check_number(name: str, value: Any, *, above: float, at_most: float) -> None
     require(above < float(value) <= at_most, f"{name} = {value!r}: must lie in ({above}, {at_most}]")
 
 
-def least_share(share: float) -> str:
-    """The least share that is allowed, for messages: rounded up, so that it is allowed as shown."""
-    nearest = round(float(share), 4)
-    return f"{nearest if nearest >= share else nearest + 1e-4:.4f}"
-
-
 def check_not_negative(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a finite number of at least 0."""
     require(is_finite_number(value) and value >= 0, f"{name} = {value!r}: must be a finite number of at least 0")

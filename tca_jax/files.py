@@ -10,12 +10,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a file beside `path` to write in its place; a rename makes it `path` when the block ends without an error.
-
-    Missing folders are created. Something that is no regular file, such as a pipe, is written directly.
-    """
+    """Yields a file beside `path` to write in its place; a rename makes it `path` unless the block raises an error."""
     target = Path(path)
-    if target.exists() and not target.is_file():
+    if target.exists() and not target.is_file():  # such as a pipe, which is written directly
         with naming(target):
             yield target
         return

@@ -52,15 +52,11 @@ def select(
         ValueError: a shape or the backend is not allowed; a known candidate or length is out of range.
         TypeError: something is no array of its type, or `config` no TCAConfig.
     """
-    require_type("config", config, TCAConfig, "a TCAConfig")
-    _check_floats({"q_last": q_last, "k": k})
-    axes = "B o Hq d" if q_last.ndim == 4 else "B Hq d"
-    sizes = check_shapes({"q_last": (q_last, axes), "k": (k, "B L Hkv d"), **_ragged(candidates, lengths)})
-    require(sizes.get("o") != 0, f"q_last has shape {tuple(q_last.shape)}: must hold at least one query of each row")
-    _check_values(candidates, lengths, k.shape[1], config)
-    queries = jnp.asarray(q_last)
+    axes = "B o Hq d" if np.ndim(q_last) == 4 else "B Hq d"
+    queries, *arrays = _checked({"q_last": (q_last, axes), "k": (k, "B L Hkv d")}, candidates, lengths, config)
     queries = queries if queries.ndim == 4 else queries[:, None]
-    return _select(queries, jnp.asarray(k), *_integers(candidates, lengths), config, resolve_backend(backend))
+    require(queries.shape[1], f"q_last has shape {q_last.shape}: must hold at least one query of each row")
+    return _select(queries, *arrays, config, resolve_backend(backend))
 
 
 def attend(
@@ -94,12 +90,8 @@ def attend(
         ValueError: a shape or the backend is not allowed; a known candidate or length is out of range.
         TypeError: something is no array of its type, the types of q, k and v differ, or `config` is no TCAConfig.
     """
-    require_type("config", config, TCAConfig, "a TCAConfig")
-    _check_floats({"q": q, "k": k, "v": v})
-    tokens = "B L Hkv d"
-    check_shapes({"q": (q, "B L Hq d"), "k": (k, tokens), "v": (v, tokens), **_ragged(candidates, lengths)})
-    _check_values(candidates, lengths, k.shape[1], config)
-    return _attend(*map(jnp.asarray, (q, k, v)), *_integers(candidates, lengths), config, resolve_backend(backend))
+    given = {"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "v": (v, "B L Hkv d")}
+    return _attend(*_checked(given, candidates, lengths, config), config, resolve_backend(backend))
 
 
 @partial(jax.jit, static_argnames=("config", "backend"))
@@ -138,25 +130,20 @@ def _attend(
     return attend_selection(q, k, v, selection, lengths, regions, b, config.window, backend)
 
 
-def _check_floats(arrays: dict[str, Any]) -> None:
-    """Raises UserTypeError unless these are arrays of one type of floating point."""
-    for name, array in arrays.items():
+def _checked(
+    tokens: dict[str, tuple[Any, str]], candidates: AnyArray, lengths: AnyArray, config: TCAConfig
+) -> list[Array]:
+    """All arrays, those of tokens by name with their axes; raises UserError where one is not allowed."""
+    require_type("config", config, TCAConfig, "a TCAConfig")
+    for name, (array, _) in tokens.items():
         require_type(name, array, (jax.Array, np.ndarray), "a JAX or NumPy array")
         floating = jnp.issubdtype(array.dtype, jnp.floating)
         require(floating, f"{name} has dtype {array.dtype}: must be floating point", UserTypeError)
-    given = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
-    one = len({array.dtype for array in arrays.values()}) == 1
+    given = ", ".join(f"{name} {array.dtype}" for name, (array, _) in tokens.items())
+    one = len({array.dtype for array, _ in tokens.values()}) == 1
     require(one, f"dtypes differ: {given}; must be one and the same", UserTypeError)
-
-
-def _ragged(candidates: AnyArray, lengths: AnyArray) -> dict[str, tuple[AnyArray, str]]:
-    return {"candidates": (candidates, "Hkv"), "lengths": (lengths, "B")}
-
-
-def _integers(candidates: AnyArray, lengths: AnyArray) -> tuple[Array, Array]:
-    return as_int32("candidates", candidates), as_int32("lengths", lengths)
-
-
-def _check_values(candidates: AnyArray, lengths: AnyArray, length: int, config: TCAConfig) -> None:
+    sizes = check_shapes({**tokens, "candidates": (candidates, "Hkv"), "lengths": (lengths, "B")})
     check_range("candidates", candidates, 0, config.num_candidates)
-    check_range("lengths", lengths, 1, length)
+    check_range("lengths", lengths, 1, sizes["L"])
+    floats = [jnp.asarray(array) for array, _ in tokens.values()]
+    return [*floats, as_int32("candidates", candidates), as_int32("lengths", lengths)]

@@ -7,37 +7,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME
 from tca_jax.engine.prompts import pad_tokens
-from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import parameter_specs
 
 #: Axis 0 of a result or an argument is KV heads, or query heads.
 HEADS = PartitionSpec(MODEL)
-#: What `layer_program` makes.
-LayerProgram = Callable[..., Any]
+LayerProgram = Callable[..., Any]  # what `layer_program` makes
 #: A figure of each token from the last layer's stream: `measure(decoder, x [1, n, D], targets [1, n]) -> [1, n]`.
 Measure = Callable[[Decoder, Array, Array], Array]
-
-
-class _Shards(NamedTuple):
-    """A mesh, and the config and dtype that determine the sharding of a model's weights."""
-
-    mesh: Mesh
-    config: ModelConfig
-    weights_dtype: Any
 
 
 _LOGIT_ELEMENTS = 2**26  # of a chunk whose losses are differentiated: 256 MiB, several times
@@ -53,7 +43,7 @@ def layer_program(
 ) -> LayerProgram:
     """A jitted function of a module, for all layers: `program(weights, *arrays, graphdef=, shards=, **static)`.
 
-    It takes the module in its two parts, and how its weights lie on a mesh; None on one device.
+    It takes the module in its two parts, and `(mesh, config, weights_dtype)`, or None on one device.
     """
 
     def run(weights: Any, *arrays: Any, graphdef: Any, shards: Any, **options: Any) -> Any:
@@ -62,10 +52,11 @@ def layer_program(
 
         if shards is None:
             return on_device(weights, *arrays)
-        of_decoder = parameter_specs(shards.config, shards.weights_dtype)
+        mesh, config, weights_dtype = shards
+        of_decoder = parameter_specs(config, weights_dtype)
         of_weights = of_decoder if "layers" in weights else of_decoder["layers"][0]
         in_specs = (of_weights, *inputs, *(SAME,) * (len(arrays) - len(inputs)))
-        mapped = jax.shard_map(on_device, mesh=shards.mesh, in_specs=in_specs, out_specs=outputs, check_vma=False)
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=outputs, check_vma=False)
         return mapped(weights, *arrays)
 
     run.__name__ = function.__name__
@@ -86,10 +77,7 @@ def attention_program(attend: Callable[..., Any], *, inputs: Sequence[Any] = (),
 
 
 class LayerPass:
-    """A forward pass of a sequence, layer by layer.
-
-    On a mesh, heads of what layers measure are in the order of `lm.head_orders`.
-    """
+    """A forward pass of a sequence, layer by layer. On a mesh, measured heads are in the order of `lm.head_orders`."""
 
     def __init__(
         self,
@@ -101,7 +89,7 @@ class LayerPass:
         self._lm, self._last = lm, last
         self._decoder = lm.decoder if lm.mesh is None else lm.on_device(lm.params).decoder
         self._layers = [nnx.split(layer) for layer in self._decoder.layers]
-        self._shards = None if lm.mesh is None else _Shards(lm.mesh, lm.config, lm.weights_dtype)
+        self._shards = None if lm.mesh is None else (lm.mesh, lm.config, lm.weights_dtype)
         embedded = self._of_decoder(_embed, jnp.asarray(tokens), jnp.asarray(positions))
         self._x, *self._angles = (x.reshape(1, -1, x.shape[-1]) for x in embedded)
         self.targets = jnp.asarray(np.roll(tokens.reshape(1, -1), -1))  # arbitrary for the last
@@ -129,17 +117,15 @@ class LayerPass:
 
     def backward(
         self,
-        program: LayerProgram,  # takes the derivative by the stream after a layer, then the layer's inputs
+        # From the derivative by the stream after a layer, and the layer's inputs, to that by the stream in front.
+        program: LayerProgram,
         arrays: Callable[[int], tuple[Any, ...]],
         inputs: list[Array],  # the stream in front of every layer; empty in the end
         weights: Float32[np.ndarray, " P"],
         measure: Measure,
         **static: Any,
     ) -> Iterator[tuple[int, Any]]:
-        """Derivatives of a weighted sum over tokens, last layer first; yields each layer's number and measurements.
-
-        The program returns the derivative by the stream in front of the layer, and its measurements.
-        """
+        """Derivatives of a weighted sum over tokens, last layer first; yields each layer's number and measurements."""
         output = functools.partial(_output_slope, measure=measure)
         cotangent = self._of_decoder(output, self._x, self.targets, jnp.asarray(weights)[None])
         for number in reversed(range(len(self._layers))):

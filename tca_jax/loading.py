@@ -42,21 +42,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint before its weights are read: enough to encode prompts and to refuse models that cannot run.
+    """A checkpoint before its weights are read: enough to encode prompts and to refuse models that cannot run."""
 
-    Attributes:
-        folder: Its folder, or its GGUF file.
-        name: What messages and profiles call it.
-        config: Architecture.
-        tokenizer: A transformers tokenizer, or None where the folder has none.
-        eos_token_ids: Tokens that end an answer.
-    """
-
-    folder: Path
-    name: str
+    folder: Path  # or its GGUF file
+    name: str  # in messages and profiles
     config: ModelConfig
-    tokenizer: Any
-    eos_token_ids: tuple[int, ...]
+    tokenizer: Any  # of transformers, or None where the folder has none
+    eos_token_ids: tuple[int, ...]  # these end an answer
 
     @property
     def pad_token_id(self) -> int:
@@ -65,17 +57,7 @@ class Checkpoint:
         return pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
     def read_profile(self, profile: Any, kept: float | None = None) -> Profile | WorthProfile | None:
-        """The profile that `load` is to use, checked for the model's shape.
-
-        Args:
-            profile: As for `tca_jax.load`.
-            kept: As for `tca_jax.load`.
-
-        Raises:
-            FileNotFoundError: no such folder, or "shipped" where no profile lies beside the model.
-            ValueError: a damaged profile, one of another shape, or a kept share that it cannot have.
-        """
-        check_options(profile=profile, kept=kept)
+        """The profile for `load`, checked for the model's shape; arguments and errors are those of `tca_jax.load`."""
         if profile is None:
             return None
         from tca_jax.calibration.profile import Profile
@@ -97,42 +79,30 @@ class Checkpoint:
 
     def load(
         self,
-        profile: Any = None,
+        profile: Profile | WorthProfile | None = None,  # from `read_profile`
         *,
-        kept: float | None = None,
         dtype: Any = None,
         weights: str | None = None,
         kv: str | None = None,
         mesh: Mesh | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> LM:
-        """Reads the weights; arguments, result and errors are those of `tca_jax.load`."""
+        """Reads the weights; other arguments, result and errors are those of `tca_jax.load`."""
         dtype = check_options(dtype, weights, kv)
         if weights is None and read_quantization(self.folder) is not None:
             _require_e4m3(f"{self.name} has weights in fp8, which")
         if mesh is not None:
             check_mesh(mesh, self.config, self.name)
-        found = self.read_profile(profile, kept)  # before gigabytes are read
         enable_compilation_cache()
         orders = None
-        if mesh is not None and found is not None:  # read where the profile wants them, no KV head has to be moved
+        if mesh is not None and profile is not None:  # read where the profile wants them, no KV head has to be moved
             c = self.config
             sizes = c.num_layers, c.num_kv_heads, axis_size(mesh, MODEL), c.max_context
-            orders = balanced_orders(found.method().cache, *sizes)
-        # All weights are read here.
+            orders = balanced_orders(profile.method().cache, *sizes)
         loaded = load_checkpoint(self.folder, self.config, dtype, progress, mesh, orders, weights)
-        lm = LM.from_decoder(
-            loaded.decoder,
-            mesh=mesh,
-            head_orders=orders,
-            checkpoint_fingerprint=loaded.fingerprint,
-            name=self.name,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            pad_token_id=self.pad_token_id,
-            kv=kv,
-        )
-        return lm.with_profile(found)
+        about: dict[str, Any] = {"name": self.name, "checkpoint_fingerprint": loaded.fingerprint}
+        about |= {name: getattr(self, name) for name in ("tokenizer", "eos_token_ids", "pad_token_id")}
+        return LM.from_decoder(loaded.decoder, mesh=mesh, head_orders=orders, kv=kv, **about).with_profile(profile)
 
 
 def load(
@@ -177,17 +147,13 @@ def load(
         FileNotFoundError: a file of the checkpoint is missing (with its name).
     """
     check_options(dtype, weights, kv, profile, kept)  # before anything is downloaded
-    options: Any = {"kept": kept, "dtype": dtype, "weights": weights, "kv": kv, "mesh": mesh, "progress": progress}
-    return open_checkpoint(name_or_path, revision).load(profile, **options)
+    checkpoint = open_checkpoint(name_or_path, revision)
+    found = checkpoint.read_profile(profile, kept)  # before gigabytes are read
+    return checkpoint.load(found, dtype=dtype, weights=weights, kv=kv, mesh=mesh, progress=progress)
 
 
 def open_checkpoint(name_or_path: Any, revision: str | None = None) -> Checkpoint:
-    """All of a checkpoint but its weights: the first half of `load`, whose `name_or_path` and `revision` it takes.
-
-    Raises:
-        ValueError: unknown alias (with the list), unsupported architecture, a damaged config or tokenizer.
-        FileNotFoundError: the folder or a file of it is missing (with its name).
-    """
+    """All of a checkpoint but its weights: the first half of `load`, whose `name_or_path` and `revision` it takes."""
     folder = checkpoint_folder(name_or_path, revision)
     if (file := gguf_path(folder)) is not None:
         return _open_gguf(file)
@@ -212,12 +178,7 @@ def _open_gguf(file: Path) -> Checkpoint:
 def check_options(
     dtype: Any = None, weights: str | None = None, kv: str | None = None, profile: Any = None, kept: float | None = None
 ) -> Any:
-    """The dtype of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU.
-
-    Raises:
-        ValueError: one that models do not run in, weights or caches that the default device cannot store so, or a kept
-            share that is out of range or comes without a profile.
-    """
+    """The dtype of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU."""
     for argument, value, known in (("weights", weights, WEIGHTS), ("kv", kv, KV)):
         require(value in (None, *known), f"{argument} = {value!r}: must be one of {list(known)}, or None")
         if value == "fp8":
@@ -241,12 +202,7 @@ def _require_e4m3(given: str) -> None:
 
 
 def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
-    """The local folder or GGUF file of a checkpoint, downloaded from the Hub where it is not on this machine.
-
-    Raises:
-        ValueError: neither an alias, nor a folder, nor a Hub id (lists the aliases), or a file.
-        FileNotFoundError: the folder has no config.json, or the Hub has no such repository.
-    """
+    """The local folder or GGUF file of a checkpoint, downloaded from the Hub where it is not on this machine."""
     require_type("name_or_path", name_or_path, (str, os.PathLike), "a string or a path")
     name = os.fspath(name_or_path)
     longest = f"must have at most {_LONGEST_NAME:,}"

@@ -22,13 +22,9 @@ from tca_jax.errors import UserError, require, require_type
 
 
 def save(kind: str, directory: Any, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
-    """Writes named arrays and JSON values to a directory, in place of its newest entry of this kind (one word).
-
-    Of several processes of `jax.distributed` the first one writes; the others return at once. OSError, which names the
-    directory, where it cannot be written; `load` then finds what it found before.
-    """
+    """Writes named arrays and JSON values in place of a directory's newest entry of a kind; OSError leaves that."""
     folder = _absolute(directory)
-    if jax.process_index():
+    if jax.process_index():  # the first process of `jax.distributed` writes
         return
     import orbax.checkpoint as ocp  # takes a third of a second
 
@@ -47,11 +43,7 @@ def save(kind: str, directory: Any, arrays: Mapping[str, np.ndarray], metadata: 
 
 
 def load(kind: str, directory: Any) -> tuple[Path, Any, dict[str, np.ndarray]]:
-    """Reads the newest entry of a kind: its folder, for messages, its JSON values, and its arrays by name.
-
-    FileNotFoundError where the directory does not exist; ValueError where it is a file, holds nothing of this kind, or
-    something damaged. The message names the folder.
-    """
+    """Reads the newest entry of a kind: its folder, for messages, its JSON values, and its arrays by name."""
     folder, step = _absolute(directory), None
     if not folder.exists():
         raise FileNotFoundError(f"{kind} directory {folder} does not exist")

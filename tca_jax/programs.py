@@ -18,8 +18,8 @@ from jax.sharding import SingleDeviceSharding
 # process 65,530.
 _MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 
-# For programs of a layer of prompts: launches in a graph, at least; and products by cuBLAS alone, since XLA's own kernels
-# are no faster there, and to try them takes as long as the rest of the compilation.
+# For programs of a layer of prompts: no CUDA graphs, since updating one with another layer's addresses takes longer
+# than launches; and products by cuBLAS alone: XLA's own kernels are no faster, and trying them doubles compilation.
 _ONE_LAYER = {"xla_gpu_graph_min_graph_size": 2**30, "xla_gpu_enable_triton_gemm": False}
 _OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
 _kept: dict[_Key, Compiled] = {}  # least recently used first
@@ -39,25 +39,21 @@ class _Key(tuple[Hashable, ...]):
 
 
 class Program:
-    """A function compiled ahead of time, once for each combination of argument shapes, static arguments and
-    `jax_default_matmul_precision`.
+    """A function, compiled for argument shapes, static arguments and `jax_default_matmul_precision`."""
 
-    Args:
-        function: What to compile; its keyword arguments are static. If it has a method `place`, its first argument is a
-            model, over whose mesh it runs, and `place(lm, args)` puts the others there (`engine.mesh.OverMesh`).
-        donate: Positions of arguments whose buffers the program may overwrite.
-        one_layer: Whether it is called with another layer's weights each time. XLA then does not record its launches in
-            CUDA graphs: to update a graph with other addresses takes longer than the launches.
-    """
-
-    def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = (), *, one_layer: bool = False) -> None:
+    def __init__(
+        self,
+        # Its keyword arguments are static. If it has a method `place`, it runs over the mesh of its first argument, a
+        # model, and `place(lm, args)` puts the others there (`engine.mesh.OverMesh`).
+        function: Callable[..., Any],
+        donate: tuple[int, ...] = (),  # positions of arguments whose buffers the program may overwrite
+        *,
+        one_layer: bool = False,  # whether it is called with another layer's weights each time
+    ) -> None:
         self.function, self._donate, self._one_layer = function, donate, one_layer
 
     def start(self, *args: Any, **static: Any) -> tuple[Compiled, float]:
-        """The program for these arguments, or for their shapes, and the seconds that tracing took: 0.0 if it was there.
-
-        A thread compiles it. It takes the same positional arguments.
-        """
+        """The program for arguments, or their shapes, which a thread compiles, and seconds of tracing (0.0: known)."""
         place = getattr(self.function, "place", None)
         if place is None or args[0].mesh is None:
             return self._start(args, static, None)
@@ -140,11 +136,8 @@ def forget_programs() -> None:
 
 def shapes_of(arrays: Any) -> Any:
     """Shapes of arrays, without their layouts in memory."""
-
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
-
-    return jax.tree.map(shape, arrays)
+    like = jax.ShapeDtypeStruct
+    return jax.tree.map(lambda x: like(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type), arrays)
 
 
 def enable_compilation_cache() -> None:

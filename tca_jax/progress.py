@@ -16,14 +16,12 @@ _LOG_SECONDS, _COUNT_SECONDS = 10.0, 60.0  # between two lines about the same st
 
 
 @contextmanager
-def progress(*, log: bool = False, counted: str = "") -> Iterator[Report]:
-    """Yields `report(step, done, total)`, which writes to standard error; None where nothing is counted.
-
-    Args:
-        log: Without a terminal, write a line for each step, and its percentage every ten seconds.
-        counted: What `done` counts over all steps, such as "samples": there is one bar, with the time that is left,
-            and without a terminal a line every minute.
-    """
+def progress(
+    *,
+    log: bool = False,  # without a terminal, write a line for each step, and its percentage every ten seconds
+    counted: str = "",  # all steps together, such as "samples": one bar with the time left, or a line every minute
+) -> Iterator[Report]:
+    """Yields `report(step, done, total)`, which writes to standard error; None where nothing is counted."""
     console = Console(stderr=True)
     if not console.is_interactive:
         yield _lines(console, counted) if log or counted else lambda step, done, total: None

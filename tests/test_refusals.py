@@ -20,7 +20,7 @@ from tca_jax import Context, Profile, Sampling, TCAConfig, methods
 from tca_jax.engine.mesh import parse_mesh
 from tca_jax.engine.prompts import encode_appended, encode_prompt, encode_prompts
 from tca_jax.engine.score import score_answers
-from tca_jax.errors import UserTypeError, least_share
+from tca_jax.errors import UserTypeError
 from tca_jax.loading import open_checkpoint
 from tca_jax.methods.registry import with_known
 from tca_jax.methods.written import joined, parse_parts
@@ -394,11 +394,3 @@ def test_missing_folders_and_files_are_told_apart(kind, tmp_path):
     ):
         with pytest.raises(error, match=message):
             kind.load(tmp_path / place)
-
-
-def test_least_share_is_rounded_up():
-    assert [least_share(share) for share in (0.1, 0.12341, 0.12349, 0.0)] == ["0.1000", "0.1235", "0.1235", "0.0000"]
-    shares = np.random.default_rng(0).uniform(0, 1, 1000)
-    shares = np.concatenate([shares, shares.round(4), np.nextafter(shares.round(4), 1)])
-    shown = np.array([float(least_share(share)) for share in shares])
-    assert np.all((shares <= shown) & (shown < shares + 1e-4 + 1e-12))

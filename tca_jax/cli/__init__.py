@@ -23,12 +23,9 @@ def main() -> None:
 
 
 def leave_on_ctrl_c() -> None:
-    """Makes Ctrl-C end the process at once, with one line on standard error and exit code 130.
-
-    Python runs a signal's handler between two instructions of the main thread, which may sit in the compiler for
-    minutes. Its C part however tells a file descriptor at once, and a thread waits there. Files are renamed into place
-    when they are whole, so leaving without a word to the rest of the program loses nothing.
-    """
+    """Makes Ctrl-C end the process at once, with one line on standard error and exit code 130."""
+    # Python handles signals between two instructions of the main thread, which may sit in the compiler for minutes, but
+    # writes to a file descriptor at once, where a thread waits. Complete files are renamed into place: nothing is lost.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return  # a shell's background job, which Ctrl-C is not meant for
     told, tell = os.pipe()

@@ -65,16 +65,9 @@ def _fail(message: str) -> int:
     return 2
 
 
-app = typer.Typer(
-    name="tca-jax",
-    cls=_Commands,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command()(calibrate)
+app = typer.Typer(name="tca-jax", cls=_Commands, pretty_exceptions_enable=False, rich_markup_mode="rich")
+for _command in (generate, chat, serve, calibrate):
+    app.command()(_command)
 app.add_typer(profile_app, name="profile")
 for _entry in entry_points(group="tca_jax.commands"):  # the lab's, and anybody's
     _entry.load()(app)

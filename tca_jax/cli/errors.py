@@ -16,10 +16,7 @@ UsageError: Any = typer.BadParameter.__base__  # typer does not export it by its
 
 
 def users_message(error: Exception) -> str | None:
-    """The message of an error that users can fix; None for a bug, whose traceback is shown.
-
-    The user's are `UserError`, errors of the system, and a device's memory that does not suffice.
-    """
+    """The message of an error that users can fix; None for a bug, whose traceback is shown."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):

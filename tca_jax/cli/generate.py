@@ -48,8 +48,7 @@ def generate(
         bool, typer.Option("--logprobs", help="Log-probability of every new token; needs --json.")
     ] = False,
     top_logprobs: Annotated[
-        int | None,
-        typer.Option(help="Number of likeliest tokens at each place, too; needs --json.", min=1),
+        int | None, typer.Option(help="Number of likeliest tokens at each place, too; needs --json.", min=1)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -41,8 +41,9 @@ def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple
     from tca_jax.models.sharding import DATA, axis_size
     from tca_jax.pallas_kernels.backends import check_backend
 
-    with naming_options("dtype", "weights", "kv", "backend", "kept"):
-        check_options(options.dtype, options.weights, options.kv, options.profile, options.kept)
+    stored: dict[str, Any] = {name: getattr(options, name) for name in ("dtype", "weights", "kv")}
+    with naming_options(*stored, "backend", "kept"):
+        check_options(**stored, profile=options.profile, kept=options.kept)
         check_backend(options.backend)
     parts = None if options.method is None else parse_parts(options.method, "--method")
     mesh = None if options.mesh is None else parse_mesh(options.mesh, "--mesh")
@@ -57,14 +58,7 @@ def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple
             with naming_options("kept"):
                 profile = checkpoint.read_profile(options.profile, options.kept)
             method = None if parts is None else _method(parts, profile, f"--method {options.method}", checkpoint)
-            lm = checkpoint.load(
-                profile,
-                dtype=options.dtype,
-                weights=options.weights,
-                kv=options.kv,
-                mesh=mesh,
-                progress=functools.partial(report, f"loading {name}"),
-            )
+            lm = checkpoint.load(profile, mesh=mesh, progress=functools.partial(report, f"loading {name}"), **stored)
             return lm if method is None else lm.with_method(method)
 
         yield checkpoint, load

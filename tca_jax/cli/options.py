@@ -22,11 +22,9 @@ LAUNCH_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"  # "1": GPUs start kernels in the o
 
 
 def launched_in_order(mesh: _T) -> _T:
-    """Of an option that names a mesh: GPUs start kernels in the order of their launch, unless the environment differs.
-
-    A sum over devices then starts before the product that is to run beside it, which would take all of a GPU first:
-    docs/multiple-gpus.md has what that gains. CUDA reads it when JAX first looks for a device: later than this.
-    """
+    """Callback of a mesh: GPUs start kernels in the order of their launch, unless the environment has another value."""
+    # A sum over devices then starts before the product that is to run beside it (docs/multiple-gpus.md has the gain).
+    # CUDA reads the variable when JAX first looks for a device: later than this.
     if mesh:
         os.environ.setdefault(LAUNCH_ORDER, "1")
     return mesh
@@ -34,16 +32,10 @@ def launched_in_order(mesh: _T) -> _T:
 
 ModelArgument = Annotated[str, typer.Argument(help="Alias, Hugging Face Hub id or local folder.", show_default=False)]
 ProfileOption = Annotated[
-    str | None,
-    typer.Option(help='Profile folder, or "shipped" for a shipped model.', show_default="full attention"),
-]
-KeptOption = Annotated[
-    float | None,
-    typer.Option(help="Share of the tokens that stays, under predicted worth.", show_default="that of the profile"),
+    str | None, typer.Option(help='Profile folder, or "shipped" for a shipped model.', show_default="full attention")
 ]
 DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16"),
+    str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16")
 ]
 WeightsOption = Annotated[
     str | None,
@@ -85,7 +77,10 @@ class ModelOptions:
     """Options for a model's method, precision, mesh and backend."""
 
     profile: ProfileOption = None
-    kept: KeptOption = None
+    kept: Annotated[
+        float | None,
+        typer.Option(help="Share of the tokens that stays, under predicted worth.", show_default="that of the profile"),
+    ] = None
     method: Annotated[
         str | None,
         typer.Option(
@@ -101,10 +96,7 @@ class ModelOptions:
 
 
 def with_options(command: Callable[..., _T]) -> Callable[..., _T]:
-    """The command with the fields of the dataclasses that it takes, such as `GenerationConfig`, as options of its own.
-
-    Errors of a dataclass that begin with a field's name begin with its option.
-    """
+    """The command with fields of the dataclasses that it takes, such as `GenerationConfig`, as options of its own."""
     declared = inspect.signature(command, eval_str=True).parameters
     groups = {name: _fields_of(each) for name, each in declared.items() if dataclasses.is_dataclass(each.annotation)}
     parameters = [field for name, each in declared.items() for field in groups.get(name, [each])]

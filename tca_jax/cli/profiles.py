@@ -27,11 +27,7 @@ app = typer.Typer(help="Look at calibrated profiles.")
 
 
 @app.command()
-def show(
-    directory: SavedProfileArgument,
-    tokens: ShareTokensOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def show(directory: SavedProfileArgument, tokens: ShareTokensOption = None, as_json: JsonOption = False) -> None:
     """Print measurements at each kept share and the chosen settings, or the budgets of the paper's rule.
 
     Budgets: candidates count from 0, the sparsest, in the table as in JSON; the last one is dense and keeps every
@@ -56,10 +52,7 @@ def profile_folder(directory: str) -> Path:
 
 
 def print_profile(profile: Profile | WorthProfile, folder: Path, tokens: int | None, as_json: bool) -> None:
-    """Prints tables or JSON of a profile.
-
-    Shares of budgets are for the longest calibration text where `tokens` is None; predicted worth takes no `tokens`.
-    """
+    """Prints tables or JSON; shares of budgets are at `tokens`, or at the longest calibration text's."""
     from tca_jax.calibration.worth_profile import WorthProfile
 
     lengths = [source["tokens"] for source in profile.sources]

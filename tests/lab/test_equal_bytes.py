@@ -1,10 +1,11 @@
 """Methods at equal held bytes."""
 
+import numpy as np
 import pytest
 from tiny import tiny_lm
 
 import tca_jax
-from tca_jax.lab.equal_bytes import with_bytes
+from tca_jax.lab.equal_bytes import least_share, with_bytes
 
 GATES = [[0, 1], [0.2, 0.3]]
 SMALL = {"window": 128, "block_size": 128}
@@ -52,3 +53,11 @@ def test_caches_take_nearly_the_asked_share(name):
 def test_impossible_shares_are_refused(name, share, options, message):
     with pytest.raises(ValueError, match=message):
         with_bytes(tiny_lm(), name, share, 8192, **options)
+
+
+def test_least_share_is_rounded_up():
+    assert [least_share(share) for share in (0.1, 0.12341, 0.12349, 0.0)] == ["0.1000", "0.1235", "0.1235", "0.0000"]
+    shares = np.random.default_rng(0).uniform(0, 1, 1000)
+    shares = np.concatenate([shares, shares.round(4), np.nextafter(shares.round(4), 1)])
+    shown = np.array([float(least_share(share)) for share in shares])
+    assert np.all((shares <= shown) & (shown < shares + 1e-4 + 1e-12))
