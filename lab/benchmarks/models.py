@@ -147,7 +147,7 @@ def with_worth(lm: LM, kept: float, tokens: int) -> LM:
     grid = np.linspace(8, -8, 1001)
     thresholds = np.interp(SHARES, normal(means - grid[:, None]).mean(axis=1), grid)
     of_heads = np.ones(maps.shape[:2], np.float32)
-    worth = WorthMaps(*(x.astype(np.float32) for x in (maps, thresholds)), of_heads, of_heads, 0.2 * of_heads)
+    worth = WorthMaps(maps.astype(np.float32), thresholds.astype(np.float32), of_heads, of_heads, 0.2 * of_heads)
     found = lm.with_profile(WorthProfile(worth, kept, _SELECTED, (), (), None, lm.name))
     prompt, mass = random.integers(0, c.vocab_size, tokens).tolist(), BLOCK / (math.sqrt(_READ - _SELECTED) * tokens)
     for _ in range(3):  # a tile before 1 / mass reads its blocks: their pairs fall with its square

@@ -15,7 +15,7 @@ from tca_jax.engine.prompts import pad_tokens
 from tca_jax.engine.read import Calls
 from tca_jax.lab.rivals.repetition import repeat
 from tca_jax.layer_passes import TextPass, layer_program
-from tca_jax.methods.base import CachePolicy, Heads, Method, ScoredCache, compact, last_queries
+from tca_jax.methods.base import CachePolicy, Heads, Method, compact, last_queries
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
@@ -24,7 +24,7 @@ def masks_of(lm: LM, ids: Sequence[int]) -> list[Bool[Array, "1 Hkv L"]]:
     """The tokens of a prompt with ranked blocks that the model's method keeps in each layer; L is padded."""
     policy: Any = lm.method.cache
     if policy.reader is None:
-        shared = isinstance(policy, ScoredCache)  # others may differ: a program for each layer
+        shared = policy.by_scores  # others may differ: a program for each layer
         layers = TextPass(lm, ids).layers(
             _read_layer,
             lambda number: (lm.settings_of(number),),
@@ -67,7 +67,7 @@ def _read_layer(
 
     def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
         heads, queries, selected = Heads.all(k.shape[2]), last_queries(q, lengths, policy.num_queries), None
-        if isinstance(policy, ScoredCache):
+        if policy.by_scores:
             positions = jnp.minimum(jnp.arange(x.shape[1]), lengths[:, None] - 1)
             scores = policy.score(settings, module.attention_norm(x), positions)
             kept = policy.stays(settings, scores) | _window(policy, k.shape[1], lengths)

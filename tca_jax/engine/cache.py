@@ -15,7 +15,7 @@ from jaxtyping import Int
 from tca_jax.engine.mesh import HeadShards
 from tca_jax.engine.pages import Widths
 from tca_jax.errors import require
-from tca_jax.methods.base import CachePolicy, ScoredCache, num_ranked_blocks, per_head
+from tca_jax.methods.base import CachePolicy, num_ranked_blocks, per_head
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, num_bytes
 from tca_jax.pallas_kernels.numerics import cdiv, round_up, shared_size
@@ -156,9 +156,9 @@ class CacheLayout:
         return Regions.plan(self.batch, widest.tolist(), self.block_size, shared)
 
 
-def mean_pages(policy: CachePolicy, tokens: int) -> int:
+def mean_pages(policy: Any, tokens: int) -> int:
     """Pages of a head's means, of `tokens` tokens."""
-    has_means, b = isinstance(policy, ScoredCache) and policy.means, policy.block_size
+    has_means, b = policy.by_scores and policy.means, policy.block_size
     return cdiv(shared_size(cdiv(tokens, b)), b) if has_means else 0
 
 

@@ -16,7 +16,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, any_row
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.sampling import Sampling, sample
-from tca_jax.methods.base import UNBOUNDED, CachePolicy, Heads, ScoredCache
+from tca_jax.methods.base import UNBOUNDED, CachePolicy, Heads
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import scaled_scores
 from tca_jax.pallas_kernels.paged_attention import paged_attention
@@ -94,7 +94,7 @@ class Steps:
     def leave(self, state: DecodingState) -> DecodingState:
         """Has blocks leave the windows of rows that are full: by scores, or in a step, by its queries."""
         lm, leaving = self.lm, self.leaving(state)
-        if not isinstance(lm.method.cache, ScoredCache):
+        if not lm.method.cache.by_scores:
             return self.take(state, None, leaving)
 
         def of_layer(layer: Array, rows: Rows) -> Rows:
@@ -118,7 +118,7 @@ class Steps:
     def take_evicting(self, state: DecodingState) -> DecodingState:
         """A step before which a block may leave the window of some row."""
         state = self.leave(state)
-        return self.take(state, self.summaries(state.cache)) if isinstance(self.lm.method.cache, ScoredCache) else state
+        return self.take(state, self.summaries(state.cache)) if self.lm.method.cache.by_scores else state
 
     def take(
         self, state: DecodingState, summaries: list[Any] | None, leaving: Bool[Array, " B"] | None = None

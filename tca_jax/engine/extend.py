@@ -21,7 +21,7 @@ from tca_jax.engine.mesh import CACHES, LAYER_WEIGHTS, ROWS, SAME, OverMesh
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.read import OUT, Calls
-from tca_jax.methods.base import UNBOUNDED, ScoredCache
+from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import cdiv, round_up
 from tca_jax.pallas_kernels.paged_attention import paged_attention
@@ -129,7 +129,7 @@ def _feed_layer(
         (rows, start), (q, k, v, first, scores) = state, block
         if policy.window < UNBOUNDED:
             leaving = rows.are_full(first, start) & (first >= here.starts) & (first < here.ends)
-            if isinstance(policy, ScoredCache):
+            if policy.by_scores:
                 rows = evict_scored_block(lm, index, rows, start, leaving)
             else:
                 given = lm.heads(index), q[:, 0], k[:, 0], rows, start, first, leaving

@@ -19,7 +19,7 @@ from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import STATIC, HeadShards, Orders, mesh_name
 from tca_jax.engine.prompts import TokenizerWording
 from tca_jax.errors import UserTypeError, require, require_type
-from tca_jax.methods.base import Heads, Method, ScoredCache
+from tca_jax.methods.base import Heads, Method
 from tca_jax.methods.full import BASELINE
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder, DecoderLayer
@@ -142,12 +142,13 @@ class LM:
 
     def scores(self, layer: int | Array, module: DecoderLayer, x: Array, positions: Array) -> Any:
         """Scores [R, H, n] of tokens [R, n] by a layer's inputs `x`; None if the method gives none."""
-        if not isinstance(self.method.cache, ScoredCache):
+        policy: Any = self.method.cache
+        if not policy.by_scores:
             return None
-        return self.method.cache.score(self.scored_settings(layer), module.attention_norm(x), positions)
+        return policy.score(self.scored_settings(layer), module.attention_norm(x), positions)
 
     def scored_settings(self, layer: int | Array) -> Any:
-        """Settings of `ScoredCache` for the heads of a layer that a program sees."""
+        """Settings of a scored cache for the heads of a layer that a program sees."""
         policy: Any = self.method.cache
         return policy.of_heads(self.settings_of(layer), self.heads(layer))
 

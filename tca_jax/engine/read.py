@@ -38,8 +38,6 @@ from tca_jax.methods.base import (
     BlockMeans,
     Heads,
     Method,
-    ScoredCache,
-    ScoredPrefill,
     last_queries,
 )
 from tca_jax.methods.full import BASELINE
@@ -55,7 +53,7 @@ def empty_rows(lm: LM, rows: int, widths: Widths, pages: int, dtype: Any) -> Row
     """Empty rows under a pool of `pages`; on a mesh, those of one device."""
     shape = lm.config.num_layers, rows, lm.config.num_kv_heads // axis_size(lm.mesh, MODEL)
     pool = pages, lm.method.cache.block_size, lm.config.head_dim
-    return Rows.create(shape, pool, widths, dtype, scored=isinstance(lm.method.cache, ScoredCache))
+    return Rows.create(shape, pool, widths, dtype, scored=lm.method.cache.by_scores)
 
 
 #: Tokens of prompts that are read in one program under full attention, at most: the device reads a layer of them sooner
@@ -166,7 +164,7 @@ class Layers:
         self._lm, self._tokens, self._lengths, self._most, self._calls = lm, tokens, lengths, most, calls
         of_prompts = None if layout is None else lm.cache_layout(layout.batch, layout.prompt_tokens)
         self._room = 0  # tokens of a row that scores may keep
-        if of_prompts is not None and isinstance(lm.method.cache, ScoredCache):
+        if of_prompts is not None and lm.method.cache.by_scores:
             self._room = layout.shared_pages[0][0] * layout.block_size
             of_prompts = dataclasses.replace(of_prompts, shared_pages=())
         self._static: dict[str, Any] = {"layout": of_prompts, "backend": backend}
@@ -369,8 +367,9 @@ def _attend_scored(
     backend: Backend,
 ) -> tuple[Attended, Pool | None, BlockMeans | None, Bool[Array, " B"] | None]:
     """`attend_selected` where tokens have scores: also means of the others, and rows without room for all."""
-    policy, prefill, settings = lm.method.cache, lm.method.prefill, lm.scored_settings(layer)
-    assert isinstance(policy, ScoredCache)
+    policy: Any = lm.method.cache
+    prefill: Any = lm.method.prefill
+    settings = lm.scored_settings(layer)
     b, (batch, length, heads, _) = policy.block_size, k.shape
     kept: tuple[Any, Any, Any] = None, None, None
     if layout is not None and layout.has_ranked_blocks:
@@ -383,14 +382,14 @@ def _attend_scored(
         if kept_so_far is not None:  # begun pages come besides
             own = jnp.clip(edge[:, 0, 0], 0, policy.reserve) * heads  # the reserve of a layer
             left = room - kept_so_far.sum(axis=(0, 2)) - own * (len(kept_so_far) - layer)
-            part = jnp.maximum(left * policy.part_of_pages(settings), 0).astype(jnp.int32) + own
+            part = jnp.maximum(left * settings.left, 0).astype(jnp.int32) + own
             stays, raised = _highest(stays, ranks, part)
         with jax.named_scope("select"):
             regions = Regions.plan(batch, [length] * heads, b)
             pool = regions.fill(Selection.of_tokens(stays, b), k, v, block_size=b, backend=backend).pool
         means = policy.block_means(k, v, scores, ~stays) if policy.means else None  # of whole blocks
         kept = pool, means, raised
-    if isinstance(prefill, ScoredPrefill):
+    if prefill.by_scores:
         attended = prefill.attend_scored(settings, q, k, v, scores, lengths, backend)
     else:
         attended = prefill.attend(0, Heads.all(heads), q, k, v, lengths, None, backend)

@@ -104,7 +104,7 @@ def _score_texts(
 
 
 class TokenScores(NamedTuple):
-    """A model's scores of tokens, each given what is before it."""
+    """A model's scores of tokens, each given those before it."""
 
     logprobs: Float32[Array, "*tokens"]  # natural log-probability of each
     greedy: Bool[Array, "*tokens"]  # whether no other token is likelier

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkab
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from tca_jax.errors import require
 from tca_jax.methods.regions import Regions, Selected, Selection
@@ -125,6 +125,8 @@ class CachePolicy(abc.ABC):
         window: Least number of local tokens, w, a positive multiple of b; `UNBOUNDED` for all of them.
         num_queries: Prompt queries, counted from the last, that `select` looks at; None for all of them.
         layers_differ: Whether it does something else in another layer; otherwise layers share a program.
+        by_scores: Whether tokens stay by scores of the hidden states, as in `methods.worth.WorthCache`; `select` and
+            `evict` are not called.
         reader: Reads prompts that can have ranked blocks, in place of `engine.read.read`, with its arguments and its
             `Calls`, for policies that select once the whole model has run; then `select` is not called. None for
             most policies.
@@ -134,6 +136,7 @@ class CachePolicy(abc.ABC):
     window: int
     num_queries: int | None = 1
     layers_differ: ClassVar[bool] = True
+    by_scores: ClassVar[bool] = False
     reader: Callable[..., Any] | None = None
 
     @abc.abstractmethod
@@ -277,9 +280,11 @@ class PrefillPolicy(abc.ABC):
 
     Attributes:
         layers_differ: As for `CachePolicy`.
+        by_scores: Whether they attend by the cache's scores, as in `methods.worth.WorthPrefill`, in place of `attend`.
     """
 
     layers_differ: ClassVar[bool] = True
+    by_scores: ClassVar[bool] = False
 
     @abc.abstractmethod
     def attend(
@@ -330,73 +335,6 @@ class BlockMeans(NamedTuple):
     k: Float[Array, "B N H d"]
     v: Float[Array, "B N H d"]
     bias: Float32[Array, "B H N"]
-
-
-class ScoredCache(CachePolicy):
-    """Tokens stay by their scores, which are stored while they are in the window. `settings` are a layer's arrays.
-
-    Attributes:
-        means: Whether evicted tokens of a block leave their mean.
-        reserve: Tokens that stay of each head besides, by what the prompt's last queries attend to; 0 for none.
-    """
-
-    means: bool
-    reserve: int
-
-    @abc.abstractmethod
-    def of_heads(self, settings: Any, heads: Heads) -> Any:
-        """Settings of a layer for some of its KV heads."""
-
-    @abc.abstractmethod
-    def score(self, settings: Any, x: Float[Array, "B L D"], positions: Int[Array, "B L"]) -> Float32[Array, "B H L"]:
-        """Scores by the hidden states at the input of the layer's projections."""
-
-    @abc.abstractmethod
-    def part_of_pages(self, settings: Any) -> Float32[Array, ""]:
-        """Of the pages that are left for a row's kept tokens, the part that a layer may take."""
-
-    @abc.abstractmethod
-    def stays(self, settings: Any, scores: Float32[Array, "*t H n"]) -> Bool[Array, "*t H n"]:
-        """Which tokens stay outside of the window."""
-
-    @abc.abstractmethod
-    def reserved(
-        self, q_last: Float[Array, "B o Hq d"], k: Float[Array, "B L H d"], lengths: Int[Array, " B"]
-    ) -> Bool[Array, "B H L"]:
-        """The `reserve` tokens of each head, by the last `num_queries` prompt queries."""
-
-    @abc.abstractmethod
-    def block_means(
-        self,
-        k: Float[Array, "B L H d"],
-        v: Float[Array, "B L H d"],
-        scores: Float32[Array, "B H L"],
-        members: Bool[Array, "B H L"],
-    ) -> BlockMeans:
-        """Means of the members of each block."""
-
-    def select(self, *_: Any, **__: Any) -> Selection:
-        raise AssertionError("tokens are selected by their scores")
-
-
-class ScoredPrefill(PrefillPolicy):
-    """Prompt queries attend by scores."""
-
-    @abc.abstractmethod
-    def attend_scored(
-        self,
-        settings: Any,
-        q: Float[Array, "B L Hq d"],
-        k: Float[Array, "B L Hkv d"],
-        v: Float[Array, "B L Hkv d"],
-        scores: Float32[Array, "B Hkv L"],
-        lengths: Int[Array, " B"],
-        backend: Backend,
-    ) -> Attended:
-        """Causal attention of prompts, right-padded, by `ScoredCache.score`."""
-
-    def attend(self, *_: Any, **__: Any) -> Attended:
-        raise AssertionError("scores are needed")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.methods.base import Attended, BlockMeans, Heads, Method, ScoredCache, ScoredPrefill, num_ranked_blocks
+from tca_jax.methods.base import Attended, BlockMeans, CachePolicy, Heads, Method, PrefillPolicy, num_ranked_blocks
 from tca_jax.methods.regions import Regions, Selection, causal_pairs, selected_pairs, sum_of_counts
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
@@ -45,7 +45,7 @@ class WorthSettings(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class WorthCache(ScoredCache):
+class WorthCache(CachePolicy):
     """Tokens of at least a predicted worth stay, and a reserve; the others of a block leave their mean."""
 
     capacity: float = 1.0  # share of the tokens of all heads that a row has pages for
@@ -54,6 +54,7 @@ class WorthCache(ScoredCache):
     means: bool = True
     reserve: int = RESERVE
     layers_differ: ClassVar[bool] = False
+    by_scores: ClassVar[bool] = True
 
     @property
     def num_queries(self) -> int:  # type: ignore[override]
@@ -72,36 +73,45 @@ class WorthCache(ScoredCache):
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
 
+    def select(self, *_: Any, **__: Any) -> Selection:
+        raise AssertionError("tokens are selected by their scores")
+
     def of_heads(self, settings: WorthSettings, heads: Heads) -> WorthSettings:
+        """Settings of a layer for some of its KV heads."""
         return settings._replace(maps=settings.maps[heads.numbers])
 
     def score(
         self, settings: WorthSettings, x: Float[Array, "B L D"], positions: Int[Array, "B L"]
     ) -> Float32[Array, "B H L"]:
+        """Predicted worth, by the hidden states at the input of the layer's projections."""
         worth = jnp.einsum("bld,hd->blh", x, settings.maps[:, :-1], preferred_element_type=jnp.float32)
         worth += settings.maps[:, -1]
         return jnp.where(positions[..., None] < FIRST, jnp.inf, worth).swapaxes(1, 2)
 
-    def part_of_pages(self, settings: WorthSettings) -> Float32[Array, ""]:
-        return settings.left
-
     def stays(self, settings: WorthSettings, scores: Float32[Array, "*t H n"]) -> Bool[Array, "*t H n"]:
+        """Which tokens stay outside of the window."""
         return scores >= settings.theta
 
     def reserved(self, q_last: Array, k: Array, lengths: Array) -> Bool[Array, "B H L"]:
+        """The `reserve` tokens of each head, by the last `num_queries` prompt queries."""
         scores = observation_scores(q_last, k, lengths, spread=SPREAD)
         ranked = self.num_ranked_blocks(lengths) * self.block_size
         return reserve_tokens(scores, ranked, reserve=self.reserve)
 
     def block_means(self, k: Array, v: Array, scores: Array, members: Array) -> BlockMeans:
-        return BlockMeans(*block_means(k, v, scores, members, self.block_size))
+        """Means of the members of each block."""
+        return block_means(k, v, scores, members, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
-class WorthPrefill(ScoredPrefill):
+class WorthPrefill(PrefillPolicy):
     """Prompts attend to selected tokens, blocks by mass and means of the others."""
 
     layers_differ: ClassVar[bool] = False
+    by_scores: ClassVar[bool] = True
+
+    def attend(self, *_: Any, **__: Any) -> Attended:
+        raise AssertionError("scores are needed")
 
     def attend_scored(
         self, settings: WorthSettings, q: Array, k: Array, v: Array, scores: Array, lengths: Array, backend: Backend
@@ -166,7 +176,7 @@ def block_means(
     worth: Float32[Array, "B Hkv L"],
     members: Bool[Array, "B Hkv L"],
     block_size: int,
-) -> tuple[Float32[Array, "B N Hkv d"], Float32[Array, "B N Hkv d"], Float32[Array, "B Hkv N"]]:
+) -> BlockMeans:
     """Mean key and value of each block's members, with weights proportional to exp(worth); the weights' entropy.
 
     With p the weights, a query's log sum of exp(q.k_j) is at least q.(sum p_j k_j) + entropy(p). -inf without members.
@@ -190,7 +200,7 @@ def block_means(
         )
         for x in (k, v)
     )
-    return mean_k, mean_v, jnp.where(there.any(axis=-1), entropy, -jnp.inf)
+    return BlockMeans(mean_k, mean_v, jnp.where(there.any(axis=-1), entropy, -jnp.inf))
 
 
 def _pairs(

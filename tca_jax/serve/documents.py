@@ -331,7 +331,7 @@ class Documents:
         return sorted(found, key=lambda document: document.created)
 
     def _free_disk(self, document: Document) -> None:
-        """Has another thread free the bytes of a document, after what is being written."""
+        """Has another thread free the bytes of a document, once entries are written."""
         self._writer.submit(shutil.rmtree, self._folder / document.id, ignore_errors=True)
 
     def load(self, document: Document) -> None:

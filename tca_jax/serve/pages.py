@@ -113,8 +113,7 @@ class PagePool:
         return _renumbered(table, lookups), numbers
 
     def in_pool(self, table: Rows, numbers: Numbers, widths: Widths) -> Rows:
-        """A table from `numbered` whose pages have these numbers in the pool, of so many entries that documents of all
-        lengths share programs."""
+        """A table from `numbered` that names pages of the pool, as wide as all documents', which share programs."""
         table = _renumbered(table, [np.append(own, np.int32(self.total)) for own in numbers])
         return self.on_device(_widen(self._lm, table, widths=widths, pages=self.total))
 
