@@ -21,8 +21,7 @@ SERVE = [
     *("--model=tiny", "--tokens=512", "--window=128", "--block-shares=0.25", "--rows=2", "--documents=2"),
     *("--prompt-tokens=300", "--answer-tokens=8", "--rate=50", "--requests=4"),
 ]
-SOAK = ["--minutes=0.3", "--documents=4", "--question-tokens=40"]
-XLA = "--backend=xla"
+SOAK, XLA = ["--minutes=0.3", "--documents=4", "--question-tokens=40"], "--backend=xla"
 
 run, error = (functools.partial(each, "bench") for each in (commands.run, commands.error))
 
@@ -34,7 +33,6 @@ def precision():
 
 
 def bench(name, folder, *args):
-    """Rows of a run that must succeed."""
     result = run(name, *args, "--out", folder)
     assert result.exit_code == 0, result.output
     assert f"Results: {folder / name}.jsonl" in result.stdout
@@ -70,10 +68,9 @@ def test_end_to_end_times_answers_and_questions(tmp_path):
     full, tca, worth, *asked = [row for row in bench("end-to-end", tmp_path, *TINY, *options) if row["tokens"] == 1024]
     assert (full["attention"], tca["attention"], worth["attention"]) == ("full", "TCA 0.5", "worth 0.3")
     assert worth["kept"] == pytest.approx(0.3 * 0.75 + 0.25 + 0.125, abs=0.1)  # ranked, window, reserve
-    assert worth["area"] < 0.8
     assert full["TTFT speed-up"] == full["ms/token speed-up"] == full["kept"] == full["area"] == 1
     assert tca["TTFT speed-up"] == pytest.approx(full["TTFT s"] / tca["TTFT s"])
-    assert tca["kept"] < 1 > tca["area"]
+    assert max(tca["kept"], tca["area"], worth["area"]) < 1
     assert tca["KV GB"] < full["KV GB"] < full["GB per device"]
     assert [row["questions"] for row in asked] == [2, 2, 2]
     positive([tca, worth, *asked])

@@ -68,8 +68,8 @@ def test_shipped_model_answers_through_lm_eval():
         bootstrap_iters=0,
     )
     assert results["results"]["answers"]["exact_match,none"] == 1
-    assert results["config"]["attention_method"] == "tca"
-    assert results["config"]["attention_method_options"]["cache"]["config"]["window"] == 512
+    assert results["config"]["attention_method"] == "worth"
+    assert results["config"]["attention_method_options"]["cache"]["window"] == 256
     assert results["config"]["kv_cache_share"] > 0
     json.dumps(results["config"])
 
