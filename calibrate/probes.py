@@ -54,7 +54,9 @@ def probed_texts(
 def _with_probes(lm: Encoder, ids: list[int], index: int, block_size: int, window: int) -> ProbedText:
     """A text with facts in it, which its probes ask for, and passages of it as probes."""
     shortest, most = window + block_size, lm.config.max_context
-    text, segments = _split_end(ids, shortest)
+    size = max(0, min(FOLLOWING, len(ids) - shortest))
+    text, end = ids[: len(ids) - size], tuple(ids[len(ids) - size :])
+    segments = [Segment(end, (True,) * size, FOLLOW)] if size else []
     rng = np.random.default_rng([0, index, 1])  # no two texts share draws, nor do copies and facts
     encoded = _encode_facts(lm, rng, most - shortest) if lm.tokenizer is not None else []
     longest = max([_COPY_TOKENS, *(len(each.ids) for each in (*segments, *(asked for _, asked in encoded)))])
@@ -65,13 +67,6 @@ def _with_probes(lm: Encoder, ids: list[int], index: int, block_size: int, windo
         segments += asked
     segments += _copies(text[:ranked], most - len(text), np.random.default_rng([0, index]))
     return ProbedText(tuple(text), tuple(segments))
-
-
-def _split_end(ids: list[int], shortest: int) -> tuple[list[int], list[Segment]]:
-    """A text without its end, and the end as a probe; `shortest` tokens stay."""
-    size = max(0, min(FOLLOWING, len(ids) - shortest))
-    text, end = ids[: len(ids) - size], tuple(ids[len(ids) - size :])
-    return text, [Segment(end, (True,) * size, FOLLOW)] if size else []
 
 
 def _without_beginning(ids: list[int], tokens: int) -> list[int]:

@@ -70,7 +70,7 @@ def calibrate(
     require_lm(lm)
     with contextlib.nullcontext(progress) if progress else show_progress(log=True) as report:
         if config is None:
-            return calibrate_worth(lm, texts, count=count, tokens=tokens, kept=kept, progress=report)
+            return calibrate_worth(lm, texts, count, tokens, kept, report)
         require_type("config", config, TCAConfig, "a TCAConfig")
         for name, given, default in (("count", count, COUNT), ("tokens", tokens, TOKENS), ("kept", kept, None)):
             require(given == default, f"{name} = {given!r}: goes with predicted worth; leave out config")
@@ -91,11 +91,8 @@ def _by_scores(lm: LM, sequences: Sequence[list[int]], config: TCAConfig, progre
     total = len(sequences) * lm.config.num_layers
     progress(f"calibrating {lm.name}", 0, total)
 
-    def numbers(layer: int) -> tuple[Array]:
-        return (jnp.asarray(lm.head_numbers(layer)),)
-
     for done, ids in enumerate(sequences):
-        layers = TextPass(lm, ids).layers(_score_layer, numbers, config=config)
+        layers = TextPass(lm, ids).layers(_score_layer, lambda n: (jnp.asarray(lm.head_numbers(n)),), config=config)
         for layer, of_layer in enumerate(layers):
             of_layer = on_host(of_layer)  # all texts' and layers' would crowd the device
             where = f"the attention of layer {layer}"

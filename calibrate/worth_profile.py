@@ -167,13 +167,7 @@ def _shares_at(shares: Float32[np.ndarray, "layers Hkv"], kept: float) -> Float6
 
 
 def calibrate_worth(
-    lm: LM,
-    texts: Prompt | Sequence[Prompt],
-    *,
-    count: int,
-    tokens: int,
-    kept: float | None,
-    progress: Progress,
+    lm: LM, texts: Prompt | Sequence[Prompt], count: int, tokens: int, kept: float | None, progress: Progress
 ) -> WorthProfile:
     """Fits predicted worth on half of the texts and measures it on the others; `tca_jax.calibrate` documents it."""
     packed, chunk = packed_texts(lm, texts, count, tokens, kept)

@@ -164,7 +164,7 @@ def _peaks(
     alive = first_tile * block_size < length
     end = jnp.minimum(first_tile + config.tiles, (length + block_size - 1) // block_size)
 
-    def one_block(block: Array, *, masked: bool) -> None:
+    def one_block(block: Array, carry: Array, *, masked: bool) -> Array:
         peak, total = jnp.full((held,), MASKED, jnp.float32), jnp.zeros((held,), jnp.float32)
         for step in range(steps):
             start = block * block_size + step * config.keys
@@ -182,15 +182,8 @@ def _peaks(
             peak = higher
         found = scale * peak + jnp.log2(total) if totals else scale * peak
         pltriton.store(out_ref.at[row, head, program, block, :], found)
-
-    def plain(block: Array, carry: Array) -> Array:
-        one_block(block, masked=False)
-        return carry
-
-    def masked(block: Array, carry: Array) -> Array:
-        one_block(block, masked=True)
         return carry
 
     whole = jnp.where(alive, first_tile, 0)
-    lax.fori_loop(0, whole, plain, jnp.int32(0))
-    lax.fori_loop(whole, jnp.where(alive, end, whole), masked, jnp.int32(0))
+    lax.fori_loop(0, whole, partial(one_block, masked=False), jnp.int32(0))
+    lax.fori_loop(whole, jnp.where(alive, end, whole), partial(one_block, masked=True), jnp.int32(0))

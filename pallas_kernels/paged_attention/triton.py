@@ -39,8 +39,6 @@ from tca_jax.pallas_kernels.triton_call import (
     triton_call,
 )
 
-#: Weighted sum of the values, largest score and sum of the weights so far, of one query.
-State = tuple[Array, Array, Array]
 _LEAST_EIGHT_BITS = 32  # head dimension: a product takes half of it, from 16 on
 #: Largest score before any: below all real ones, above masked ones, and exact however it is scaled.
 _LOWEST = -(2.0**96)
@@ -303,7 +301,7 @@ def _merge_chunks(
     first, count = chunks.first_chunk(region), chunks.of(region, chunks.counts)
     columns = jnp.arange(parts_ref.shape[1], dtype=jnp.int32)
 
-    def step(i: Array, state: State) -> State:
+    def step(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, peak, weight = state
         index = i * merged + jnp.arange(merged, dtype=jnp.int32)
         valid = index < count

@@ -128,22 +128,10 @@ def _find_work(refs: Any, block_size: int, window: int) -> _Work:
         _, counts_ref, _, _, mean_counts_ref, *_ = far
         listed_tiles = counts_ref[row, kv_head, block] * (block_size // _TILE)
         biased_steps = listed_tiles + lax.div(mean_counts_ref[row, kv_head, block] + _TILE - 1, _TILE)
-    return _Work(
-        row=row,
-        head=head,
-        kv_head=kv_head,
-        tile=tile,
-        block=block,
-        length=length,
-        offset=offsets_ref[row, kv_head],
-        full_tiles=full_tiles,
-        tail=tail,
-        edge_tile=edge_tile,
-        masked_steps=masked_steps,
-        listed_tiles=listed_tiles,
-        biased_steps=jnp.where(alive, biased_steps, 0),
-        steps=jnp.where(alive, masked_steps + full_tiles + tile - edge_tile + biased_steps, 0),
-    )
+    place = row, head, kv_head, tile, block, length, offsets_ref[row, kv_head]
+    biased = jnp.where(alive, biased_steps, 0)
+    steps = jnp.where(alive, masked_steps + full_tiles + tile - edge_tile + biased_steps, 0)
+    return _Work(*place, full_tiles, tail, edge_tile, masked_steps, listed_tiles, biased, steps)
 
 
 def _move(refs: Any, scoped: Any, work: _Work, block_size: int) -> None:

@@ -37,9 +37,9 @@ def prefill_attention(
     kv_heads = k.shape[2]
     lengths = lengths_by_head(lengths, kv_heads)
     group = q_heads // kv_heads
-    if far is not None:  # a tile has one list
-        tiles = dataclasses.replace(tiles or default_tiles(block_size, length), queries=block_size)
     tiles = tiles or default_tiles(block_size, length)
+    if far is not None:  # a tile has one list
+        tiles = dataclasses.replace(tiles, queries=block_size)
     padded = round_up(length, tiles.queries)
     num_tiles, size = padded // tiles.queries, tiles.queries * group
     queries = heads_first(q, kv_heads, padded)
@@ -50,17 +50,16 @@ def prefill_attention(
     prefixes, _ = prefix_schedule(budgets, padded // block_size, window // block_size)
 
     def one_tile(index: Array) -> Float[Array, "R d"]:
-        row, head, number = _place(index, num_tiles, kv_heads)
+        index, head = jnp.divmod(index, kv_heads)  # heads run fastest: tiles computed at once cost about the same
+        row, number = jnp.divmod(index, num_tiles)
         region = row * kv_heads + head
         first = number * tiles.queries
         end = jnp.minimum(first + tiles.queries, lengths[row, head])
         position = jnp.repeat(first + jnp.arange(tiles.queries), group)  # of every row of the tile
         block = position // block_size
         prefix, edge = prefixes[row, head, block], jnp.maximum(0, block * block_size - window)
-        zero = jnp.int32(0)
-        pool_span = Span(
-            pool.offsets[row, head], zero, jnp.where(first < end, prefix[-1], 0), jnp.zeros_like(prefix), prefix
-        )
+        selected = jnp.where(first < end, prefix[-1], 0)
+        pool_span = Span(pool.offsets[row, head], jnp.int32(0), selected, jnp.zeros_like(prefix), prefix)
         window_span = Span(region * length, edge[0], end, edge, position + 1)
 
         rows = jax.lax.dynamic_slice_in_dim(queries, (region * padded + first) * group, size)
@@ -101,10 +100,3 @@ def _attend_far(
     seen = (bias > -jnp.inf) & (jnp.arange(len(bias)) < jnp.where(alive, far.mean_counts[place], 0))
     scores = scaled_scores("rd,kd->rk", rows, far.mean_k[row, :, head]) + jnp.where(seen, bias, 0)
     return state.attend(scores, jnp.broadcast_to(seen, scores.shape), far.mean_v[row, :, head])
-
-
-def _place(index: Array, num_tiles: int, kv_heads: int) -> tuple[Array, Array, Array]:
-    """(row, KV head, number) of a tile. Heads run fastest: tiles computed at once cost about the same."""
-    index, head = jnp.divmod(index, kv_heads)
-    row, number = jnp.divmod(index, num_tiles)
-    return row, head, number

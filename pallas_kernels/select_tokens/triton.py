@@ -5,7 +5,6 @@ Reads and writes what is kept, and clears the rows of the pool that no token tak
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -29,16 +28,7 @@ MAX_BLOCK = 256
 _CLEARED = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class SelectConfig:
-    """Tiling of token selection."""
-
-    rows: int = 32  # tokens that a program copies at once, a power of two
-    warps: int = 4  # warps of a program
-    cleared: int = 1024  # rows that a program clears where the pool holds no tokens
-
-
-@partial(jax.jit, static_argnames=("block_size", "pool_tokens", "config", "interpret"))
+@partial(jax.jit, static_argnames=("block_size", "pool_tokens", "rows", "cleared", "interpret"))
 @jax.named_scope("select_tokens")
 def select_tokens(
     scores: Array,
@@ -49,7 +39,8 @@ def select_tokens(
     *,
     block_size: int,
     pool_tokens: int,
-    config: SelectConfig | None = None,
+    rows: int = 32,  # tokens that a program copies at once, a power of two
+    cleared: int = 1024,  # rows that a program clears where the pool holds no tokens
     interpret: bool = False,
 ) -> Pool:
     """Ranks and copies; see `select_tokens.select_tokens`."""
@@ -57,7 +48,6 @@ def select_tokens(
     check_supported("select_tokens", head_dim, k, v)
     fits, must = block_size <= MAX_BLOCK and not block_size & (block_size - 1), f"a power of two, at most {MAX_BLOCK}"
     require(fits, f"select_tokens on Triton: block_size = {block_size}: must be {must}", Unsupported)
-    config = config or SelectConfig()
     regions, blocks = batch * kv_heads, length // block_size
     if blocks == 0 or pool_tokens == 0:
         kept = jnp.clip(budgets, 0, block_size).sum(axis=-1, dtype=jnp.int32)
@@ -75,9 +65,9 @@ def select_tokens(
         interpret=interpret,
     )
     # A region's share of the clearing programs, were all gaps of one size.
-    clearers = cdiv(pool_tokens, regions * config.cleared)
+    clearers = cdiv(pool_tokens, regions * cleared)
     k_pool, v_pool = triton_call(
-        partial(_select_or_clear, length, kv_heads, block_size, blocks, clearers, config.rows),
+        partial(_select_or_clear, length, kv_heads, block_size, blocks, clearers, rows),
         (
             scores.reshape(regions, length),
             budgets,
@@ -90,7 +80,7 @@ def select_tokens(
         [((pool_tokens, head_dim), k.dtype), ((pool_tokens, head_dim), v.dtype)],
         grid=(regions, blocks + clearers),  # heads run side by side: a token's keys lie together
         name="select_tokens",
-        warps=config.warps,
+        warps=4,
         stages=1,
         interpret=interpret,
     )

@@ -10,7 +10,6 @@ from cases import qkv
 from implementations import implementation, on_every_backend
 
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
-from tca_jax.pallas_kernels.select_tokens.triton import SelectConfig
 from tca_jax.pallas_kernels.select_tokens.xla import source_rows
 
 # --- the reserve ----------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ def test_pool_holds_the_chosen_tokens(offsets, tokens, block_size, pool_tokens, 
 
 
 def test_selection_in_other_tiles():
-    function = partial(implementation("select_tokens", "triton"), config=SelectConfig(rows=4, cleared=32))
+    function = partial(implementation("select_tokens", "triton"), rows=4, cleared=32)
     check_selection(function, draw_selection([[64]], 77, 16), 16, 300)
 
 
