@@ -86,13 +86,8 @@ class Profile:
             ValueError: `candidate` is out of range, or a size is not positive.
         """
         shape = (num_layers, num_kv_heads)
-        return cls(
-            candidates=np.full(shape, candidate, np.int32),
-            scores=np.full((*shape, config.num_candidates + 1), np.nan, np.float32),
-            config=config,
-            fingerprint=None,
-            model_name=f"uniform candidate {candidate}",
-        )
+        scores = np.full((*shape, config.num_candidates + 1), np.nan, np.float32)
+        return cls(np.full(shape, candidate, np.int32), scores, config, None, f"uniform candidate {candidate}")
 
     def kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
         """Share of a full cache's tokens that a prompt of this length leaves in the cache of each head, at most.

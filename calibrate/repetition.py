@@ -166,7 +166,7 @@ def _attend_row(row: _Row) -> Float[Array, "n Hq d"]:
 
 
 def _rows_of(
-    q: Array, k: Array, v: Array, text_k: Array, text_v: Array, counted: Array, length: Int[Array, ""], chunk: int
+    q: Array, k: Array, v: Array, text_k: Array, text_v: Array, counted: Array, length: Int[Array, ""], *, chunk: int
 ) -> _Row:
     """Arguments of all rows, stacked."""
     rows = len(counted)
@@ -177,7 +177,7 @@ def _rows_of(
 
 @functools.partial(attention_program, static=("chunk",))
 def _attend_rows(q: Array, *of_rows: Array, chunk: int) -> tuple[Array, None]:
-    return jax.lax.map(_attend_row, _rows_of(q, *of_rows, chunk)).reshape(q.shape), None
+    return jax.lax.map(_attend_row, _rows_of(q, *of_rows, chunk=chunk)).reshape(q.shape), None
 
 
 @functools.partial(layer_program, static=("chunk", "heads"))
@@ -199,7 +199,7 @@ def _differentiate_layer(
 
     def layer(x: Array, added: Array) -> tuple[Array, tuple[_Row, Array]]:
         def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[_Row, Array]]:
-            stacked = _rows_of(q, k, v, text_k, text_v, counted, length, chunk)
+            stacked = _rows_of(q, k, v, text_k, text_v, counted, length, chunk=chunk)
             out = jax.lax.map(jax.checkpoint(_attend_row), stacked).reshape(q.shape)
             return out + added.astype(out.dtype), (stacked, out)
 

@@ -176,13 +176,8 @@ def calibrate_worth(
     kept_table, reading_table = measured_tables(lm, profile, probed_texts(lm, packed[count // 2 :]), progress)
     if kept is None and (doubt := _doubt(kept_table, lm.name)):
         warnings.warn(doubt, stacklevel=3)
-    return dataclasses.replace(
-        profile,
-        kept=float(kept or chosen_kept(kept_table)),
-        selected=chosen_selected(reading_table),
-        kept_table=kept_table,
-        reading_table=reading_table,
-    )
+    profile = dataclasses.replace(profile, kept_table=kept_table, reading_table=reading_table)
+    return profile.with_kept(float(kept or chosen_kept(kept_table)), chosen_selected(reading_table))
 
 
 def packed_texts(

@@ -40,11 +40,6 @@ def lengths_by_head(lengths: Int[Array, " B"] | Int[Array, "B Hkv"], kv_heads: i
     return lengths if lengths.ndim == 2 else jnp.broadcast_to(lengths[:, None], (lengths.shape[0], kv_heads))
 
 
-def streamed_tile(head_dim: int, itemsize: int) -> int:
-    """Tokens of a tile of 16 KiB, for kernels that do little but read."""
-    return min(128, max(16, 16384 // (head_dim * itemsize)))
-
-
 def full_precision_tile(head_dim: int) -> tuple[int, int]:
     """Largest side of a tile of float32 scores, and warps, at which registers do not run out.
 

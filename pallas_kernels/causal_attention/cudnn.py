@@ -6,17 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tca_jax.errors import Unsupported
+from tca_jax.errors import Unsupported, require
 
 
 @jax.named_scope("causal_attention")
 def causal_attention(q: Array, k: Array, v: Array, lengths: Array) -> Array:
     """See `causal_attention.causal_attention`."""
     head_dim = q.shape[-1]
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or head_dim % 8 or head_dim > 128:
-        raise Unsupported(
-            f"causal_attention on cudnn takes bfloat16 and float16 and d up to 128, not {q.dtype} and d = {head_dim}"
-        )
+    takes = q.dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
+    allowed = "bfloat16 and float16 and d up to 128"
+    require(takes, f"causal_attention on cudnn takes {allowed}, not {q.dtype} and d = {head_dim}", Unsupported)
     # Padding stands to the right of every token that counts: the causal mask alone keeps it out.
     q, k, v = _mapped_alike(q, k, v)
     try:

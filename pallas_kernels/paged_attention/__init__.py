@@ -42,5 +42,4 @@ def paged_attention(
     sizes = check_pages(queries, caches, window=window)
     must = f"must be at most the page size, {sizes['b']}"
     require(sizes["m"] <= sizes["b"], f"q has {sizes['m']} queries per row: {must}")
-    implementation = dispatch("paged_attention", backend)
-    return implementation(q, caches, first, newest, window=window)
+    return dispatch("paged_attention", backend)(q, caches, first, newest, window=window)

@@ -137,8 +137,8 @@ class Chunks(NamedTuple):
         return jnp.arange(self.tiles.shape[0], dtype=jnp.int32)
 
 
-def split(plan: ChunkPlan, caches: tuple[Pages, ...], first: Any, newest: Any) -> Chunks:
-    """Deals all tiles to at most `plan.chunks` chunks, of one size but for the regions' remainders.
+def split(plan: ChunkPlan, caches: tuple[Any, ...], first: Any, newest: Any) -> Chunks:
+    """Deals all tiles of `Pages` of refs to at most `plan.chunks` chunks, of one size but for the regions' remainders.
 
     Chunks of ceil(total / chunks) tiles would be the fewest that keep all programs busy; remainders can make them
     too many. Chunks of ceil(total / (chunks - regions)) tiles never are: a region brings one remainder at most.

@@ -25,7 +25,6 @@ from tca_jax.pallas_kernels.kernel_math import (
     multiprocessors,
     quotient_and_remainder,
     shared_memory,
-    streamed_tile,
 )
 from tca_jax.pallas_kernels.kv import LEAST_EXPONENT, EightBits, Pages
 from tca_jax.pallas_kernels.numerics import MASKED
@@ -57,7 +56,7 @@ def default_config(
     Keys and values in eight bits have half the bytes and must be converted: four programs, each of four warps.
     """
     itemsize, programs = jnp.dtype(dtype).itemsize, (2 if batch == 1 else 3) * multiprocessors()
-    queries, keys = min(128, max(16, pl.next_power_of_2(rows))), min(page, streamed_tile(head_dim, itemsize))
+    queries, keys = min(128, max(16, pl.next_power_of_2(rows))), min(page, 128, max(16, 16384 // (head_dim * itemsize)))
     if queries == 16 and eight_bits and itemsize == 2:
         return PagedConfig(queries, keys, 4 * multiprocessors(), warps=4, stages=3)
     if queries == 16:
@@ -100,14 +99,11 @@ def paged_attention(
     config = config or default_config(queries * group, head_dim, page, q.dtype, batch, eight_bits=eight_bits)
     plan = ChunkPlan.make(caches, config, batch=batch, queries=queries, group=group, window=window)
     rows, caches = batch * queries * q_heads, jax.tree.map(jnp.atleast_1d, caches)
+    of_chunks = plan.chunks * plan.rows
     parts = triton_call(
         partial(_attend_chunk, plan, rows=config.queries, interpret=interpret),
         (q.reshape(rows, head_dim), caches, first, newest),
-        [
-            ((plan.chunks * plan.rows, head_dim), jnp.float32),
-            ((plan.chunks * plan.rows,), jnp.float32),
-            ((plan.chunks * plan.rows,), jnp.float32),
-        ],
+        [((of_chunks, head_dim), jnp.float32), ((of_chunks,), jnp.float32), ((of_chunks,), jnp.float32)],
         grid=(plan.tiles_of_rows * plan.chunks,),
         name="paged_attention_chunks",
         warps=config.warps,
@@ -157,7 +153,11 @@ def _attend_chunk(
         )
         inside = numbers < plan.rows
         real = inside & (positions <= newest)
-        columns, here = _columns(q_ref.shape[1], caches), plan.whereabouts(region, numbers)[:, None]
+        # Queries and output are in two halves where a cache has words of two codes.
+        parts = 1 + any(isinstance(cache.k, EightBits) for cache in caches)
+        width = q_ref.shape[1] // parts
+        columns = [part * width + jnp.arange(width, dtype=jnp.int32) for part in range(parts)]
+        here = plan.whereabouts(region, numbers)[:, None]
         q = tuple(pltriton.load(q_ref.at[here, part[None]], mask=real[:, None], other=0.0) for part in columns)
         state: PartedState = (
             tuple(jnp.zeros(part.shape, jnp.float32) for part in q),
@@ -182,16 +182,9 @@ def _attend_chunk(
             pltriton.store(out_ref.at[to[:, None], part[None]], values, mask=inside[:, None])
 
 
-def _columns(head_dim: int, caches: tuple[Pages, ...]) -> list[Array]:
-    """The columns of each part of queries and output: all, or two halves where a cache has words of two codes."""
-    parts = 2 if any(isinstance(cache.k, EightBits) for cache in caches) else 1
-    width = head_dim // parts
-    return [part * width + jnp.arange(width, dtype=jnp.int32) for part in range(parts)]
-
-
 def _attend_span(
     plan: ChunkPlan,
-    cache: Pages,
+    cache: Any,  # `Pages` of refs
     span: Span,
     region: Array,
     q: tuple[Array, ...],
@@ -311,11 +304,8 @@ def _merge_chunks(
         parts = pltriton.load(parts_ref.at[rows[:, None], columns[None]], mask=valid[:, None], other=0.0)
         new_peak = jnp.maximum(peak, jnp.max(peaks))
         shares, decay = jnp.exp2(peaks - new_peak), jnp.exp2(peak - new_peak)
-        return (
-            out * decay + jnp.sum(parts * shares[:, None], axis=0),
-            new_peak,
-            weight * decay + jnp.sum(weights * shares),
-        )
+        out = out * decay + jnp.sum(parts * shares[:, None], axis=0)
+        return out, new_peak, weight * decay + jnp.sum(weights * shares)
 
     empty = (jnp.zeros(columns.shape, jnp.float32), jnp.float32(MASKED), jnp.float32(0))
     out, peak, weight = lax.fori_loop(0, divide_up(count, merged), step, empty)

@@ -67,10 +67,7 @@ def prefill_attention(
 
 
 def _far_operands(far: FarBlocks, padding: int, head_dim: int) -> tuple[Array, ...]:
-    """Lists, their counts, means, counts of means and biases of tokens and means, in units of the products of q and k.
-
-    Means and their biases fill whole tiles.
-    """
+    """The kernel's own operands: means and their biases, in units of the products of q and k, fill whole tiles."""
     blocks = far.counts.shape[-1]
     rest, counted = -blocks % _TILE, jnp.arange(blocks) < far.mean_counts[..., None]
     mean_k, mean_v = (jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))) for x in (far.mean_k, far.mean_v))
@@ -295,11 +292,7 @@ def _attend_tile(
     mask: Callable[[Any, Any], Any] | None = None,
     biased: bool = False,
 ) -> tuple[Any, Any, Any]:
-    """Takes one tile of K and V through the online softmax; `carry` is output, peak (in powers of two) and weight.
-
-    `scoped` has the shared memory of Q, K and V, the barriers on which these are ready, those on which K and V have
-    been read, that of the warpgroups' turns, and shared memory and barriers of biases.
-    """
+    """Takes one tile of K and V through the online softmax; `carry` is output, peak (in powers of two) and weight."""
     (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), turns, biases = scoped
     out, peak, weight = carry
     slot, next_slot = (lax.rem(n, jnp.int32(_STAGES)) for n in (step, step + 1))
