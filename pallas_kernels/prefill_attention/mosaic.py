@@ -67,7 +67,7 @@ def prefill_attention(
 
 
 def _far_operands(far: FarBlocks, padding: int, head_dim: int) -> tuple[Array, ...]:
-    """The kernel's own operands: means and their biases, in units of the products of q and k, fill whole tiles."""
+    """Far blocks in the kernel's form: means and biases, in units of the products of q and k, fill full tiles."""
     blocks = far.counts.shape[-1]
     rest, counted = -blocks % _TILE, jnp.arange(blocks) < far.mean_counts[..., None]
     mean_k, mean_v = (jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))) for x in (far.mean_k, far.mean_v))
