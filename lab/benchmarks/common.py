@@ -157,9 +157,8 @@ def peak_bytes() -> int:
 class Compilations:
     """Counts the programs that XLA compiles in this process, and their seconds by name."""
 
-    _LOWERED, _COMPILED = (
-        f"/jax/core/compile/{stage}_duration" for stage in ("jaxpr_to_mlir_module", "backend_compile")
-    )
+    _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+    _COMPILED = "/jax/core/compile/backend_compile_duration"
 
     def __init__(self) -> None:
         self.count = 0
@@ -198,10 +197,7 @@ def environment() -> dict[str, str]:
 
 
 class Results:
-    """Result files of a run: `NAME.jsonl` (title, note, environment; then a line for each row) and `NAME.md`.
-
-    Existing files are kept: the next run is NAME-2.
-    """
+    """Result files `NAME.jsonl` (title, note, environment; then rows) and `NAME.md`; NAME-2 where these exist."""
 
     def __init__(self, out: Path, name: str, title: str, note: str) -> None:
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
@@ -219,7 +215,12 @@ class Results:
 
     def finish(self, *remarks: str) -> None:
         """Writes the Markdown page and prints its tables; exit status 1 without any row."""
-        tables = "\n\n".join(f"## {heading}\n\n{markdown_table(rows)}" for heading, rows in self.tables.items())
+        sections = []
+        for heading, rows in self.tables.items():
+            columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+            cells = ([_cell(row.get(column, "")) for column in columns] for row in rows)
+            sections.append(f"## {heading}\n\n{markdown(columns, cells)}")
+        tables = "\n\n".join(sections)
         where = "\n".join(f"- {key}: {value}" for key, value in self.environment.items())
         note = " ".join([self.note, *remarks])
         self.path.with_suffix(".md").write_text(f"# {self.title}\n\n{note}\n\n{tables}\n\n{where}\n")
@@ -236,12 +237,6 @@ def read_results(path: Path) -> Row:
     """The first line of a file of `Results`, with all rows under "rows"."""
     first, *rows = map(json.loads, path.read_text().splitlines())
     return {**first, "rows": rows}
-
-
-def markdown_table(rows: Sequence[Row]) -> str:
-    """Rows as a Markdown table."""
-    columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-    return markdown(columns, [[_cell(row.get(column, "")) for column in columns] for row in rows])
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> str:

@@ -86,7 +86,10 @@ def run_steps(backend: Any, window: int, q: Array, rotation: Array, caches: Sequ
 
 def measure(plans: Sequence[Plan], backend: str, copied: float, repeats: int) -> list[common.Row]:
     """A row for each plan; their caches must fit together."""
-    q, rotation = _queries(plans[0])
+    config = shapes.CONFIGS[plans[0].model]
+    q = common.random_normal(jax.random.key(0), (plans[0].rows, config.num_heads, config.head_dim), jnp.bfloat16)
+    orthogonal, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((config.head_dim, config.head_dim)))
+    rotation = jnp.asarray(orthogonal, jnp.bfloat16)
     empty = jax.jit(functools.partial(run_steps, backend, plans[0].method.cache.window))
     calls: dict[Any, Callable[[], Any]] = {"empty": functools.partial(empty, q, rotation, ())}
     made = [plan.make(plan.tokens) for plan in plans]
@@ -104,14 +107,6 @@ def measure(plans: Sequence[Plan], backend: str, copied: float, repeats: int) ->
         found.append({**plan.row(rows, step, copied), "speed-up": net["full", plan.kv] / step})
         found[-1]["error"] = common.agreement(backend, run)
     return found
-
-
-def _queries(plan: Plan) -> tuple[Array, Array]:
-    """Queries `[B, H_q, d]` and a rotation `[d, d]`, bfloat16."""
-    config = shapes.CONFIGS[plan.model]
-    orthogonal, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((config.head_dim, config.head_dim)))
-    q = common.random_normal(jax.random.key(0), (plan.rows, config.num_heads, config.head_dim), jnp.bfloat16)
-    return q, jnp.asarray(orthogonal, jnp.bfloat16)
 
 
 def main(

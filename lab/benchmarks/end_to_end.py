@@ -34,18 +34,9 @@ NOTE = (
     "{multiplied:,.0f} TFLOP/s (a large product); `over byte floor`: a token over weights and kept keys and values at "
     "{copied:,.0f} GB/s (a device copy). `GB per device`: weights and cache; `peak GB`: the process's most. {shares}"
 )
-
-
 QUESTION_TOKENS = 64  # of a question about a document
-
-
-class Stored(enum.StrEnum):
-    """Parts of a model that are stored in fp8."""
-
-    NOTHING = "nothing"
-    WEIGHTS = "weights"
-    KV = "kv"
-    BOTH = "both"
+#: Parts of a model that are stored in fp8.
+Stored = enum.StrEnum("Stored", ["NOTHING", "WEIGHTS", "KV", "BOTH"])
 
 
 @dataclasses.dataclass(frozen=True)

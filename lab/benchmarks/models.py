@@ -76,10 +76,7 @@ CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
 
 
 def tca_with(share: float, config: TCAConfig, kv_heads: int, num_layers: int = 1) -> Method:
-    """TCA with synthetic budgets: some heads, spread over the layers, keep everything, the others those of candidate 0.
-
-    `share` is the mean share of the ranked blocks that the cache keeps.
-    """
+    """TCA that keeps a mean share of the ranked blocks: all in heads spread over the layers, else candidate 0's."""
     most = kv_heads * num_layers
     shares = candidate_distributions(config) @ budget_sizes(config) / config.block_size  # of candidates, [M + 1]
     dense = round(most * max(0.0, share - shares[0]) / (1 - shares[0]))
@@ -98,8 +95,7 @@ WorthOption = Annotated[
     typer.Option("--worth", help="Shares of the tokens that predicted worth keeps; may be repeated.", min=0.01, max=1),
 ]
 MethodsOption = Annotated[
-    list[str] | None,
-    typer.Option("--methods", help="Further methods, such as streaming:window=4096; may be repeated."),
+    list[str] | None, typer.Option("--methods", help="Further methods, such as streaming:window=4096; may be repeated.")
 ]
 
 
@@ -134,10 +130,7 @@ _SELECTED, _READ = 0.1, 0.16  # shares of the tokens that prompts select, and of
 
 
 def with_worth(lm: LM, kept: float, tokens: int) -> LM:
-    """A model with random weights under predicted worth: random maps whose heads differ as a real model's do.
-
-    Random weights give all blocks nearly the same mass: of a prompt of `tokens` the first tiles read most of theirs.
-    """
+    """A model with random weights under predicted worth: random maps whose heads differ as a real model's do."""
     c, random = lm.config, np.random.default_rng(0)
     heads, normal = c.num_layers * c.num_kv_heads, np.vectorize(statistics.NormalDist().cdf)
     shares = np.interp(np.linspace(0, len(_KEPT) - 1, heads), np.arange(len(_KEPT)), _KEPT).clip(1e-4, 1 - 1e-4)
@@ -150,6 +143,7 @@ def with_worth(lm: LM, kept: float, tokens: int) -> LM:
     worth = WorthMaps(maps.astype(np.float32), thresholds.astype(np.float32), of_heads, of_heads, 0.2 * of_heads)
     found = lm.with_profile(WorthProfile(worth, kept, _SELECTED, (), (), None, lm.name))
     prompt, mass = random.integers(0, c.vocab_size, tokens).tolist(), BLOCK / (math.sqrt(_READ - _SELECTED) * tokens)
+    # Random weights give all blocks nearly the same mass: the first tiles of the prompt read most of theirs.
     for _ in range(3):  # a tile before 1 / mass reads its blocks: their pairs fall with its square
         read = found.settings.read._replace(mass=jnp.full(c.num_layers, mass, jnp.float32))
         found = dataclasses.replace(found, settings=found.settings._replace(read=read))
@@ -194,17 +188,14 @@ def open_model(name: str, profile: str | None = None, **options: Any) -> LM:
 def random_model(
     name: str,
     *,
-    sizes: Mapping[str, Any] = MappingProxyType({}),
+    sizes: Mapping[str, Any] = MappingProxyType({}),  # other fields of its config
     mesh: Mesh | None = None,
     policy: CachePolicy | None = None,
     dtype: str | None = None,
     weights: str | None = None,
     kv: str | None = None,
 ) -> LM:
-    """A model with normal(0.02) weights, no tokenizer and no stop token; devices share KV heads as `policy` needs.
-
-    `sizes` are other fields of its config.
-    """
+    """A model with normal(0.02) weights, no tokenizer and no stop token; devices share KV heads as `policy` needs."""
     config = dataclasses.replace(CONFIGS[name], **sizes)
     if mesh is not None:
         check_mesh(mesh, config, name)

@@ -136,17 +136,12 @@ class Served:
         return {**found, "tokens/s": sum(tokens) / (time.perf_counter() - begin)}
 
     def _requests(self, rate: float) -> list[tuple[bool, float, list[float], int]]:
-        """Whether a request is about a new document, its seconds to the first token and between tokens, their number.
-
-        Requests arrive as a Poisson process.
-        """
+        """Of requests of a Poisson process: about a new document or not, seconds to the first token, gaps, tokens."""
         load, random, count = self.load, np.random.default_rng(self.load.seed), self.load.requests
         kinds = random.choice(3, count, p=[load.prompts, load.new, 1 - load.prompts - load.new])
         known = random.choice(self.ids, count).tolist()
-        new = [
-            self._tokens(length) if kind == 1 else None
-            for kind, length in zip(kinds, self._lengths(random, count), strict=True)
-        ]
+        sizes = self._lengths(random, count)
+        new = [self._tokens(size) if kind == 1 else None for kind, size in zip(kinds, sizes, strict=True)]
         lengths = random.integers(max(2, load.answer_tokens // 4), load.answer_tokens + 1, count).tolist()
 
         def request(number: int, at: float) -> tuple[bool, float, list[float], int]:
@@ -157,13 +152,8 @@ class Served:
                 tokens = stream.result(_SECONDS).tokens
             if document:
                 self.engine.forget(id_)
-            gaps = [after - before for before, after in itertools.pairwise(times)]
-            return (
-                document is not None,
-                stream.first_token_at - at,
-                gaps[:-1],
-                len(tokens),
-            )  # the last one is to the end
+            gaps = [after - before for before, after in itertools.pairwise(times[:-1])]  # the last one is the end
+            return document is not None, stream.first_token_at - at, gaps, len(tokens)
 
         arrivals = np.cumsum(random.exponential(1 / rate, count)) + time.perf_counter()
         with ThreadPoolExecutor(count) as pool:  # so that no request delays another
@@ -281,8 +271,7 @@ def main(
     worth: shapes.WorthOption = None,
     load: Load = Load(),
     rate: Annotated[
-        list[float] | None,
-        typer.Option(help="Requests per second; may be repeated.", show_default="4", min=0.001),
+        list[float] | None, typer.Option(help="Requests per second; may be repeated.", show_default="4", min=0.001)
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Soak: check every answer for so long, and that memory stays flat.", min=0.01)

@@ -154,9 +154,8 @@ def evaluate(
             tuning=tuning,
         )
         lm = load()
-    for each in (found, paper):
-        if each is not None:
-            each.validate_for(lm.config, lm.fingerprint, lm.name)
+    for each in filter(None, (found, paper)):
+        each.validate_for(lm.config, lm.fingerprint, lm.name)
     texts = [(f"--tune-text {path}", read_text(path, "--tune-text")) for path in tune_text or ()]
     most = min(_CALIBRATION_TOKENS, lm.config.max_context)
     encoded = [

@@ -88,7 +88,7 @@ def main(
             record = common | found.result()
             sticks.append(out, record)
             print(json.dumps(record), flush=True)
-    print(table(sticks.read_records(out, STICK)))
+    print(table(sticks.records_by_stick([out])[STICK]))
 
 
 def table(records: Sequence[Record]) -> str:

@@ -136,10 +136,7 @@ class RepeatingDocument:
 def repeating_document(
     lm: LM, seed: int, tokens: int, folder: Path | None = None, repeats: int = 8
 ) -> RepeatingDocument:
-    """A text with `repeats` facts and passages of 64 tokens in its first half that return in its last third.
-
-    Of a passage, tokens from the 17th on count as a far copy; plain tokens count from the first quarter on.
-    """
+    """A text with `repeats` facts and passages of 64 tokens in its first half that return in its last third."""
     require(tokens >= 1_000, f"tokens = {tokens}: must be at least 1,000, so that passages return later")
     rng = np.random.default_rng(seed)
     base = iter(encode_verbatim(lm, draw_text(rng, seed, "test", tokens, folder)))
@@ -162,7 +159,7 @@ def repeating_document(
         fill(start + i * (tokens - start - 100) // (2 * repeats))
         if item < repeats:
             at = int(rng.integers(300, tokens // 2 - 100))
-            copy[len(ids) + 15 : len(ids) + 63] = 1
+            copy[len(ids) + 15 : len(ids) + 63] = 1  # the next tokens are the passage's from the 17th on
             ids.extend(ids[at : at + 64])
         else:
             shown = encode_verbatim(lm, f"\nAs noted above, the code of {names[item - repeats]} is")

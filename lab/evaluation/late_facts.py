@@ -8,7 +8,7 @@ the likeliest one; of a passage the tokens count that get more than half of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -28,14 +28,6 @@ METHODS = "full,streaming,snapkv,kvzip,adakv-expected-attention,keydiff"  # duoa
 _HEADER = ["method", "documents", "bytes", "kept", "attended pairs", "facts [95%]", "copies [95%]", "following loss"]
 
 
-class Answers(NamedTuple):
-    """A model's answers to the questions about a document."""
-
-    facts: list[bool]  # whether each is right
-    copies: int  # tokens of the passages with more than half of the probability
-    following: float  # loss of the text that follows
-
-
 def measure(lm: LM, methods: Sequence[Named], document: LateDocument) -> list[Record]:
     """A record of each method, relative to full attention, which is measured first."""
     full = lm.with_method(BASELINE)
@@ -49,25 +41,21 @@ def measure(lm: LM, methods: Sequence[Named], document: LateDocument) -> list[Re
     return records
 
 
-def answers(lm: LM, context: Context, document: LateDocument) -> Answers:
-    """Answers to a document's questions, each teacher-forced after the document."""
+def answers(lm: LM, context: Context, document: LateDocument) -> Record:
+    """Right facts, likely tokens of passages, and loss of the following text, each teacher-forced after a document."""
     kinds, questions, right = zip(*document.asked, strict=True)
     found = score_answers(lm, questions, [[answer] for answer in right], context=context)
     facts = [flag for kind, (flag,) in zip(kinds, found.greedy, strict=True) if kind == "fact"]
     copied = [p for kind, (p,) in zip(kinds, found.logprobs, strict=True) if kind == "copy"]
     copies = sum(int((p > -np.log(2)).sum()) for p in copied)
-    return Answers(facts, copies, float(-found.logprobs[kinds.index("next")][0].mean()))
+    return {"facts": facts, "copied": copies, "next": float(-found.logprobs[kinds.index("next")][0].mean())}
 
 
-def compared(found: Answers, reference: Answers) -> Record:
-    """Facts (0 unknown under full attention, 1 lost, 2 right), tokens of copies, loss of the following text."""
-    return {
-        "facts": [int(known) + int(known and right) for known, right in zip(reference.facts, found.facts, strict=True)],
-        "copied": found.copies,
-        "copied_by_full": reference.copies,
-        "next": found.following,
-        "next_by_full": reference.following,
-    }
+def compared(found: Record, reference: Record) -> Record:
+    """Answers beside full attention's; its facts are 0 (unknown under full attention), 1 (lost) or 2 (right)."""
+    pairs = zip(reference["facts"], found["facts"], strict=True)
+    by_full = {"copied_by_full": reference["copied"], "next_by_full": reference["next"]}
+    return {**found, "facts": [int(known) + int(known and right) for known, right in pairs], **by_full}
 
 
 def facts(records: Sequence[Record]) -> tuple[float, float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tca_jax.calibration.profile import Profile, options_of
@@ -97,25 +97,19 @@ class Builder:
         return found.with_kept(**spec.parts[0][1])
 
     def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:
-        """A registered name, or two, and all options as `lm.with_method` takes them."""
-        parts = tuple(self._completed(name, options, spec.label) for name, options in spec.parts)
-        return joined(parts, f"--methods {spec.label}")
-
-    def _completed(self, name: str, options: Mapping[str, Any], label: str) -> tuple[str, dict[str, Any]]:
-        """A registered name and its options, with those of a profile or of a measurement."""
-        profile = self.profile
-        if name == PAPER:
-            if self.paper is None:
-                raise UserError(
-                    f"--methods {label}: {self.lm.name} has no profile of the paper's hyperparameters; make one with "
-                    "tca-jax calibrate --paper, in a folder named as --profile with -paper behind it"
-                )
-            profile, name = self.paper, "tca"
-        given = with_known(name, {} if profile is None else options_of(profile), options)
-        for option in required_options(name):
-            if option not in given:
-                given[option] = self._option(option, label)
-        return name, given
+        """A registered name, or two, and all options, those of a profile or a measurement too, for `lm.with_method`."""
+        parts, label = list[tuple[str, dict[str, Any]]](), f"--methods {spec.label}"
+        missing = f"{label}: {self.lm.name} has no profile of the paper's hyperparameters; make one with tca-jax"
+        remedy = "calibrate --paper, in a folder named as --profile with -paper behind it"
+        for written, options in spec.parts:
+            require(written != PAPER or self.paper is not None, f"{missing} {remedy}")
+            name, profile = ("tca", self.paper) if written == PAPER else (written, self.profile)
+            given = with_known(name, {} if profile is None else options_of(profile), options)
+            for option in required_options(name):
+                if option not in given:
+                    given[option] = self._option(option, spec.label)
+            parts.append((name, given))
+        return joined(tuple(parts), label)
 
     def _option(self, option: str, label: str) -> Any:
         """The value of an option without a default: from the profile, or measured once."""

@@ -116,9 +116,8 @@ def run_plan(
     built = {spec.label: builder.build(spec) for spec in plan.methods}
     results.open(_config(plan, builder))
     if plan.tuning is not None:
-        methods = tune(plan.tuning, plan.methods, builder, results.folder / TUNING)
-        plan = dataclasses.replace(plan, methods=methods)
-        built = {spec.label: builder.build(spec) for spec in methods}
+        plan = dataclasses.replace(plan, methods=tune(plan.tuning, plan.methods, builder, results.folder / TUNING))
+        built = {spec.label: builder.build(spec) for spec in plan.methods}
         results.open(_config(plan, builder))
     specs = {spec.label: spec for spec in plan.methods}
     jobs = [job for job in plan.jobs() if not results.has(job)]

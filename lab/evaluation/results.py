@@ -230,9 +230,8 @@ def _notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:
 def _in_order(config: Mapping[str, Any], records: Sequence[Record]) -> list[Record]:
     """Full attention's first, then the methods as they were named, each with its tasks as they were run."""
     places = {label: place for place, label in enumerate(config.get("methods", ()))}
-    return sorted(
-        records, key=lambda r: (r["method"] != "full", places.get(r["method"], len(places)), r.get("finished", ""))
-    )
+    last = len(places)
+    return sorted(records, key=lambda r: (r["method"] != "full", places.get(r["method"], last), r.get("finished", "")))
 
 
 def _by(records: Sequence[Record], name: str) -> dict[Any, list[Record]]:

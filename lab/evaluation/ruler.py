@@ -355,14 +355,11 @@ def _read_squad(content: Any) -> list[Question]:
 
 
 def _read_hotpotqa(content: Any) -> list[Question]:
-    return [
-        Question(
-            entry["question"],
-            (entry["answer"],),
-            tuple(f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]),
-        )
-        for entry in content
-    ]
+    questions = []
+    for entry in content:
+        documents = tuple(f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"])
+        questions.append(Question(entry["question"], (entry["answer"],), documents))
+    return questions
 
 
 def _choose(rng: random.Random, documents: Sequence[str], question: Question, size: int) -> list[str]:

@@ -108,10 +108,7 @@ class Task:
     def measure(
         self, lm: LM, samples: Sequence[Sample], protocol: str, batch: int, report: Callable[[int], None]
     ) -> dict[str, Any]:
-        """Answers all samples, greedily, at most `batch` prompts in a call, fewer if memory is short.
-
-        `report` gets the number of prompts after each call. Costs are means over prompts.
-        """
+        """Answers samples greedily, at most `batch` prompts in a call, fewer if memory is short; costs are means."""
         prompts = _encoded(lm, samples, protocol)
         tokens = [len(document) + len(question) for document, question in prompts]
         limit = self._limit(lm, samples, protocol, max(tokens))

@@ -47,12 +47,9 @@ class Named(NamedTuple):
 def named_methods(
     lm: LM, methods: Sequence[str], shares: Sequence[float | None], profiles: Mapping[str, Path], tokens: int
 ) -> Iterator[Named]:
-    """Full attention, each method at each share of full attention's bytes (None: its defaults), and the profiles.
-
-    `worth` and gates of `duoattention` are of the first profile of predicted worth. A share that a method cannot take
-    is printed.
-    """
+    """Full attention, each method at each share of full attention's bytes (None: its defaults), and the profiles."""
     read = {name: Profile.load(path) for name, path in profiles.items()}
+    # `worth`, and the gates of `duoattention`, are of the first profile of predicted worth.
     by_worth = next((each for each in read.values() if isinstance(each, WorthProfile)), None)
     builder = Builder(lm, by_worth, None, list)
     for label, parts in parse_methods(",".join(methods)):
@@ -95,7 +92,7 @@ def run(
         for record in measure(seed):
             append(out, common | record)
         print(f"document {seed} is done", flush=True)
-    print(table(read_records(out, stick)))
+    print(table(records_by_stick([out])[stick]))
 
 
 def append(path: Path, record: Record) -> None:
@@ -103,11 +100,6 @@ def append(path: Path, record: Record) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
-
-
-def read_records(path: Path, stick: str) -> list[Record]:
-    """Records of one stick, as `records_by_stick` reads them."""
-    return records_by_stick([path]).get(stick, [])
 
 
 def records_by_stick(paths: Iterable[Path]) -> dict[str, list[Record]]:
@@ -120,15 +112,6 @@ def records_by_stick(paths: Iterable[Path]) -> dict[str, list[Record]]:
             key = tuple(map(record.get, ("model", "device", "tokens", "half", "method", "share", "seed")))
             found.setdefault(record["stick"], {})[key] = record
     return {stick: list(of_stick.values()) for stick, of_stick in found.items()}
-
-
-def grouped(records: Iterable[Record]) -> Mapping[tuple[str, str, int], Methods]:
-    """Records by model, device and length, then by method and share, in the order of tables."""
-    groups: dict[Any, Any] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for record in sorted(records, key=lambda r: (r["model"], r["device"], r["tokens"], r["method"], r["share"] or 0)):
-        group = groups[record["model"], record["device"], record["tokens"]]
-        group[record["method"], record["share"]].append(record)
-    return groups
 
 
 def interval(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
@@ -148,12 +131,12 @@ def titled_tables(
     cells: Callable[[list[Record], Methods], list[str]],
     note: Callable[[Methods], str] = lambda methods: "",
 ) -> str:
-    """Markdown tables, one for each model, device and length, with a row for each method that has `cells`.
-
-    A cell has the figures of all shares, or the one that they have in common.
-    """
-    tables = []
-    for (model, device, tokens), methods in grouped(records).items():
+    """Markdown tables by model, device and length, a row for each method that has `cells`, which join its shares."""
+    tables, groups = [], collections.defaultdict[Any, Any](lambda: collections.defaultdict(list))
+    for record in sorted(records, key=lambda r: (r["model"], r["device"], r["tokens"], r["method"], r["share"] or 0)):
+        group = groups[record["model"], record["device"], record["tokens"]]
+        group[record["method"], record["share"]].append(record)
+    for (model, device, tokens), methods in groups.items():
         rows: dict[str, list[tuple[float | None, list[str]]]] = collections.defaultdict(list)
         for (method, share), of_method in methods.items():
             if found := cells(of_method, methods):

@@ -30,15 +30,13 @@ class TextTask:
     needs: tuple[str, ...] = ("text",)
 
     def draw(self, drawing: Drawing) -> list[list[int]]:
-        """Passages spread evenly over the text; they overlap if it is short.
-
-        Each begins with the tokenizer's first token, if any, as in training: without it sparse methods lose more.
-        """
+        """Passages spread evenly over the text; they overlap if it is short."""
         ids = encode_prompt(drawing.lm, drawing.sources.user_text, "--text")
         if drawing.length < _LEAST_TOKENS:
             raise drawing.too_short(self.name, _LEAST_TOKENS)
         if drawing.length > len(ids):
             raise DoesNotFit(f"--lengths {drawing.length}: {self.name} needs at most {len(ids)}, the tokens of --text")
+        # Each begins with the tokenizer's first token, as in training: without it sparse methods lose more.
         begin = ids[:1] if ids[0] == getattr(drawing.lm.tokenizer, "bos_token_id", None) else []
         starts = np.linspace(0, len(ids) - drawing.length, drawing.count).astype(int)
         return [begin + ids[start + len(begin) : start + drawing.length] for start in starts.tolist()]

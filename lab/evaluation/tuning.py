@@ -134,9 +134,7 @@ def _measure(lm: LM, texts: Sequence[Sequence[int]]) -> dict[str, float]:
 def best_trial(trials: Sequence[Mapping[str, Any]], kv_share: float) -> Mapping[str, Any]:
     """The trial of least excess, of those with at most the first one's attended share, and `kv_share` or its bytes."""
     limits = {"held_share": max(kv_share, trials[0]["held_share"]), "attended_share": trials[0]["attended_share"]}
-    fitting = [
-        trial for trial in trials if all(round(trial[name] - most, _DIGITS) <= 0 for name, most in limits.items())
-    ]
+    fitting = [x for x in trials if all(round(x[name] - most, _DIGITS) <= 0 for name, most in limits.items())]
     return min(fitting, key=lambda trial: trial["excess"])  # of equal ones the first
 
 
@@ -154,20 +152,15 @@ def points(spec: MethodSpec, draws: int, seed: int) -> list[MethodSpec]:
     """The method itself, and then under drawn options, without repeats."""
     rng, found = random.Random(f"{seed}/{spec.label}"), {spec.label: spec}
     for _ in range(draws):
-        point = spec
+        parts = [(name, dict(given)) for name, given in spec.parts]
         for number, option, values in _space(spec):
-            point = with_option(point, number, option, rng.choice(values))
-        found.setdefault(point.label, point)
+            parts[number][1][option] = rng.choice(values)
+        label = "+".join(_written(*part) for part in parts)
+        found.setdefault(label, MethodSpec(label, tuple(parts)))
     return list(found.values())
 
 
-def with_option(spec: MethodSpec, part: int, option: str, value: Any) -> MethodSpec:
-    """A method with an option of one of its parts, as written on the command line."""
-    parts = list(spec.parts)
-    parts[part] = (parts[part][0], {**parts[part][1], option: value})
-
-    def written(name: str, options: Mapping[str, Any]) -> str:
-        listed = (f"{option}={of if isinstance(of, str) else json.dumps(of)}" for option, of in options.items())
-        return f"{name}:{','.join(listed)}" if options else name
-
-    return MethodSpec("+".join(written(*each) for each in parts), tuple(parts))
+def _written(name: str, options: Mapping[str, Any]) -> str:
+    """A method as on the command line."""
+    listed = (f"{option}={of if isinstance(of, str) else json.dumps(of)}" for option, of in options.items())
+    return f"{name}:{','.join(listed)}" if options else name

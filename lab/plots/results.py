@@ -25,16 +25,9 @@ Panels = dict[str, list[Point]]
 
 
 def latency_bars(records: Mapping[str, Row], *, new_tokens: int = 256) -> dict[str, dict[str, float]]:
-    """Stages in seconds, as `plot_latency` takes them, of the longest prompts in each record.
+    """Stages in seconds of the longest prompts in each record; `new_tokens` are decoded after a benchmark's prompt.
 
-    Args:
-        records: By file, results of `tca-jax bench end-to-end` (models) or `tca-jax generate --json` (calls,
-            also `{"stats": dataclasses.asdict(out.stats)}`), and of
-            `tca-jax bench attention` (one layer): if a layer of each model was timed, models are drawn in parts.
-        new_tokens: Tokens that are decoded after a benchmark's prompt.
-
-    Raises:
-        ValueError: a record is of none of these, or there are layers alone.
+    A record is of bench end-to-end, generate, or bench attention; layers of each model split its reading into parts.
     """
     layers: list[Row] = []
     models: list[Row] = []
@@ -61,17 +54,9 @@ def latency_bars(records: Mapping[str, Row], *, new_tokens: int = 256) -> dict[s
 
 
 def accuracy_panels(path: PathLike, protocol: str | None = None) -> Panels:
-    """Accuracy against bytes by protocol and model, as `plot_accuracy` takes it.
-
-    Args:
-        path: A JSON file with "methods", such as `evaluation.json` of the shipped model, or with "models", such as
-            `zoo-curves.json`.
-        protocol: "late", "preamble" or "prefix"; None for all.
-
-    Raises:
-        ValueError: there is no accuracy in it; names the file.
-    """
+    """Accuracy against bytes by model and protocol (None: all), as `plot_accuracy` takes it."""
     record, panels = read_json_object(Path(path)), Panels()
+    # The shipped model's evaluation.json has "methods", zoo-curves.json has "models".
     for row in record.get("methods", ()):
         for asked, tasks in row["right"].items():
             if protocol in (None, asked):
@@ -86,11 +71,7 @@ def accuracy_panels(path: PathLike, protocol: str | None = None) -> Panels:
 
 
 def reading_panels(path: PathLike) -> Panels:
-    """Loss increase against the attended share by model, as `plot_reading` takes it, from a JSON file with "models".
-
-    Raises:
-        ValueError: there are no losses in it; names the file.
-    """
+    """Loss increase against the attended share by model, as `plot_reading` takes it, from a JSON file with "models"."""
     panels: Panels = {}
     for name, point in _points(read_json_object(Path(path))):
         if {"attended_share", "inside", "inside_full"} <= point.keys():

@@ -8,22 +8,20 @@ from collections.abc import Iterator
 import numpy as np
 
 _FIVE_LETTERS = """
-agile amber azure basic blunt brave brief brisk broad civic clean close crisp daily dense early
-eager equal fancy fixed fleet fresh giant glass grand great green happy heavy humid ivory jolly
-large light lilac lunar major merry minor misty noble ocean olive pearl plain polar proud quick
-quiet rapid rough round royal sharp shiny silky small solar solid stone sunny sweet tidal urban
-vivid white young
+agile amber azure basic blunt brave brief brisk broad civic clean close crisp daily dense early eager equal fancy fixed
+fleet fresh giant glass grand great green happy heavy humid ivory jolly large light lilac lunar major merry minor misty
+noble ocean olive pearl plain polar proud quick quiet rapid rough round royal sharp shiny silky small solar solid stone
+sunny sweet tidal urban vivid white young
 """
 _SIX_LETTERS = """
-acacia anchor animal anthem basket beacon beaver branch bridge bronze burrow button cactus candle
-canvas canyon castle cavern cheese cherry cinema clover cobalt condor copper coyote cradle dagger
-desert dragon engine fabric falcon ferret fiddle forest fossil galaxy garden garnet geyser ginger
-glider guitar hammer harbor helmet hornet indigo island jacket jaguar jigsaw jungle kettle kitten
-ladder lagoon laurel lizard locket magnet mantle marble market meadow meteor mirror monkey mosaic
-museum needle nickel nugget orchid osprey oyster palace parrot pebble pencil pepper pickle pigeon
-pillow planet poplar potato quarry quartz rabbit radish raisin ribbon rocket saddle salmon school
-shovel signal silver spider spring spruce square stable summer sunset symbol temple ticket timber
-tomato tunnel turnip turtle tuxedo valley velvet violin walnut walrus window winter zephyr
+acacia anchor animal anthem basket beacon beaver branch bridge bronze burrow button cactus candle canvas canyon castle
+cavern cheese cherry cinema clover cobalt condor copper coyote cradle dagger desert dragon engine fabric falcon ferret
+fiddle forest fossil galaxy garden garnet geyser ginger glider guitar hammer harbor helmet hornet indigo island jacket
+jaguar jigsaw jungle kettle kitten ladder lagoon laurel lizard locket magnet mantle marble market meadow meteor mirror
+monkey mosaic museum needle nickel nugget orchid osprey oyster palace parrot pebble pencil pepper pickle pigeon pillow
+planet poplar potato quarry quartz rabbit radish raisin ribbon rocket saddle salmon school shovel signal silver spider
+spring spruce square stable summer sunset symbol temple ticket timber tomato tunnel turnip turtle tuxedo valley velvet
+violin walnut walrus window winter zephyr
 """
 ADJECTIVES = tuple(_FIVE_LETTERS.split())
 NOUNS = tuple(_SIX_LETTERS.split())

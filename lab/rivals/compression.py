@@ -134,10 +134,7 @@ def without_subnormals(scores: Float32[Array, "*s"]) -> Float32[Array, "*s"]:
 def divided(
     scores: Scores, ranked: Bool[Array, "B 1 L"], wanted: Int[Array, " B"], heads: Heads, least: Int[Array, " B"]
 ) -> Int32[Array, "B Hkv"]:
-    """How many of the highest scores of several heads together are each head's; of equal scores the lower head's first.
-
-    Heads have `wanted` ranked tokens together, and each of them `least` or more.
-    """
+    """Each head's number of the `wanted` highest scores of all, or `least`; of equal ones the lower head's first."""
     keys = ordered(scores, ranked)
 
     def numbers(marks: Bool[Array, "B Hkv L"]) -> Int32[Array, "B Hkv"]:

@@ -50,15 +50,6 @@ class HeadPattern(NamedTuple):
 DEFAULT = HeadPattern("vertical_slash", 1000, 6096)
 
 
-class PatternArrays(NamedTuple):
-    """Patterns of some query heads as arrays of one shape."""
-
-    fixed: Any  # whether it is an A-shape head
-    by_blocks: Any  # whether it is a block-sparse head
-    columns: Any
-    diagonals: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class MInferencePrefill(BlockSparsePrefill):
     # for each layer an entry `[kind, columns, diagonals]` a query head, such as a table that the authors published
@@ -95,15 +86,15 @@ class MInferencePrefill(BlockSparsePrefill):
         group, patterns = q.shape[2], self._of_layer(layer, heads, q.shape[2])
         kinds, *numbers = map(np.array, zip(*patterns, strict=True))
         arrays = kinds == "a_shape", kinds == "block_sparse", *(x.astype(np.int32) for x in numbers)
-        own = PatternArrays(*(jnp.asarray(heads.of(x.reshape(-1, group)))[head] for x in arrays))
-        columns, diagonals = lines(q, k, lengths, own)
+        fixed, by_blocks, *counts = (jnp.asarray(heads.of(x.reshape(-1, group)))[head] for x in arrays)
+        columns, diagonals = (x & ~by_blocks[:, None] for x in lines(q, k, lengths, fixed, *counts))
         by_lines = Listed(*blocks_of_diagonals(diagonals, self.block_size), columns)
         if "block_sparse" not in kinds:
             return by_lines
         mask = best_blocks(q, k, lengths, max(1, int(self.scale * self.blocks)), self.block_size)
         marked = lists_of_mask(mask, self.block_size, k.shape[1])
-        blocks = jnp.where(own.by_blocks[:, None, None], marked.blocks, by_lines.blocks)
-        return Listed(blocks, jnp.where(own.by_blocks[:, None], marked.counts, by_lines.counts), columns)
+        blocks = jnp.where(by_blocks[:, None, None], marked.blocks, by_lines.blocks)
+        return Listed(blocks, jnp.where(by_blocks[:, None], marked.counts, by_lines.counts), columns)
 
     def most_columns(self, layer: Layer, heads: Heads, group: int) -> int:
         columns = (p.columns for p in self._of_layer(layer, heads, group) if p.kind != "block_sparse")
@@ -123,9 +114,11 @@ def lines(
     q: Float[Array, "B L G d"],
     k: Float[Array, "B L d"],
     lengths: Int[Array, " B"],
-    numbers: PatternArrays,
+    fixed: Bool[Array, " G"],  # whether it is an A-shape head
+    columns: Int[Array, " G"],
+    diagonals: Int[Array, " G"],
 ) -> tuple[Bool[Array, "B G L"], Bool[Array, "B G L"]]:
-    """Columns by their positions, and diagonals by how far left of the query they are; of block-sparse heads none."""
+    """Columns by their positions, and diagonals by how far left of the query they are."""
     attention = last_attention(last_queries(q, lengths, OBSERVED), k, lengths)
     index = jnp.arange(k.shape[1])
     real = index < lengths[:, None, None]
@@ -133,12 +126,11 @@ def lines(
     def marked(sums: Array, always: int, least: int, number: Array) -> Bool[Array, "B G L"]:
         counts = jnp.minimum(lengths[:, None], jnp.maximum(number, least))
         best = highest(jnp.where(index < always, jnp.inf, sums), counts, real)
-        first = (index < number[:, None]) & real
-        return jnp.where(numbers.fixed[:, None], first, best) & ~numbers.by_blocks[:, None]
+        return jnp.where(fixed[:, None], (index < number[:, None]) & real, best)
 
     return (
-        marked(attention.sum(axis=2), _FIRST_COLUMNS, _LEAST_COLUMNS, numbers.columns),
-        marked(diagonal_sums(attention, lengths), _NEAREST_DIAGONALS, _LEAST_DIAGONALS, numbers.diagonals),
+        marked(attention.sum(axis=2), _FIRST_COLUMNS, _LEAST_COLUMNS, columns),
+        marked(diagonal_sums(attention, lengths), _NEAREST_DIAGONALS, _LEAST_DIAGONALS, diagonals),
     )
 
 

@@ -72,13 +72,9 @@ def repeat(
     *,
     backend: Backend = "auto",
 ) -> tuple[ReadRows, list[Float32[Array, "B Hkv L"]]]:
-    """Reads prompts with full attention and repeats them; the model's cache policy plays no part.
-
-    Returns:
-        Rows with all tokens, in the model's dtype; and of each layer the most attention that a token gets while its
-        chunk is repeated (KVzip, Algorithm 1), `AHEAD` for sinks.
-    """
+    """Rows with all tokens, and by layer the most attention that each gets while its chunk is repeated."""
     (count, length), b, size = tokens.shape, FullCache.block_size, repetition.chunk
+    # The model's cache policy plays no part, nor does the dtype that it stores keys and values in.
     lm = dataclasses.replace(lm.for_programs, method=dataclasses.replace(lm.method, cache=FullCache()), kv=None)
     sinks, batch = min(repetition.sinks, length), rows_of_device(lm, count, "prompts")
     texts = list(_texts(repetition, tokens))

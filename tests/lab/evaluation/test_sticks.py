@@ -148,8 +148,8 @@ def test_intervals_resample_documents():
 
 
 def test_facts_are_unknown_lost_or_right():
-    known = late_facts.Answers([True, True, False], 2, 1.0)
-    found = late_facts.compared(late_facts.Answers([False, True, True], 1, 1.5), known)
+    known = {"facts": [True, True, False], "copied": 2, "next": 1.0}
+    found = late_facts.compared({"facts": [False, True, True], "copied": 1, "next": 1.5}, known)
     assert found == {"facts": [1, 2, 0], "copied": 1, "copied_by_full": 2, "next": 1.5, "next_by_full": 1.0}
 
 
@@ -167,8 +167,8 @@ def test_late_facts_and_reading_losses_of_a_model(checkpoint, folder, tmp_path, 
     assert f"tiny, {TOKENS:,} tokens, cpu: full attention answers" in printed
     reading_loss.main(str(checkpoint), out, methods=f"streaming:{METHOD},full", tokens=TOKENS, **options)
     assert f"| streaming:{METHOD} | 1 |" in capsys.readouterr().out
-    late = {(each["method"], each["share"]): each for each in sticks.read_records(out, late_facts.STICK)}
-    read = {each["method"]: each for each in sticks.read_records(out, reading_loss.STICK)}
+    late = {(each["method"], each["share"]): each for each in sticks.records_by_stick([out])[late_facts.STICK]}
+    read = {each["method"]: each for each in sticks.records_by_stick([out])[reading_loss.STICK]}
     assert list(late) == [("full", None), ("streaming", 0.5), ("tca, small", None)]
     assert list(read) == [f"streaming:{METHOD}", "full", "tca, small"]
     kept, attended, taken = ([each[name] for each in late.values()] for name in ("kept", "attended", "kv_share"))
