@@ -142,14 +142,17 @@ def with_worth(lm: LM, kept: float, tokens: int) -> LM:
     of_heads = np.ones(maps.shape[:2], np.float32)
     worth = WorthMaps(maps.astype(np.float32), thresholds.astype(np.float32), of_heads, of_heads, 0.2 * of_heads)
     found = lm.with_profile(WorthProfile(worth, kept, _SELECTED, (), (), None, lm.name))
+
+    def reading(mass: float) -> LM:
+        read = found.settings.read._replace(mass=jnp.full(c.num_layers, mass, jnp.float32))
+        return dataclasses.replace(found, settings=found.settings._replace(read=read))
+
     prompt, mass = random.integers(0, c.vocab_size, tokens).tolist(), BLOCK / (math.sqrt(_READ - _SELECTED) * tokens)
     # Random weights give all blocks nearly the same mass: the first tiles of the prompt read most of theirs.
-    for _ in range(3):  # a tile before 1 / mass reads its blocks: their pairs fall with its square
-        read = found.settings.read._replace(mass=jnp.full(c.num_layers, mass, jnp.float32))
-        found = dataclasses.replace(found, settings=found.settings._replace(read=read))
-        area = tca_jax.prefill(found, prompt).stats.attended_share
+    for _ in range(2):  # a tile before 1 / mass reads its blocks: their pairs fall with its square
+        area = tca_jax.prefill(reading(mass), prompt).stats.attended_share
         mass *= math.sqrt(max(area - _SELECTED, 0.01) / (_READ - _SELECTED))
-    return found
+    return reading(mass)
 
 
 def describe_shares(config: TCAConfig) -> str:
