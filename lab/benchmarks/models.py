@@ -37,7 +37,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Parameter, parameters
 from tca_jax.models.projections import LARGEST_CODE, WEIGHTS
-from tca_jax.models.sharding import axis_size, check_mesh, settled
+from tca_jax.models.sharding import DATA, axis_size, check_mesh, settled
 
 _STD = 0.02
 _DEVIATIONS = 8  # largest e4m3 code over the deviation of random codes
@@ -150,7 +150,7 @@ def with_worth(lm: LM, kept: float, tokens: int) -> LM:
     prompt, mass = random.integers(0, c.vocab_size, tokens).tolist(), BLOCK / (math.sqrt(_READ - _SELECTED) * tokens)
     # Random weights give all blocks nearly the same mass: the first tiles of the prompt read most of theirs.
     for _ in range(2):  # a tile before 1 / mass reads its blocks: their pairs fall with its square
-        area = tca_jax.prefill(reading(mass), prompt).stats.attended_share
+        area = tca_jax.prefill(reading(mass), [prompt] * axis_size(lm.mesh, DATA)).stats.attended_share
         mass *= math.sqrt(max(area - _SELECTED, 0.01) / (_READ - _SELECTED))
     return reading(mass)
 
