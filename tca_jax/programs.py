@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ class Program:
     ) -> None:
         self.function, self._donate, self._one_layer = function, donate, one_layer
 
-    def start(self, *args: Any, **static: Any) -> tuple[Compiled, float]:
-        """The program for arguments, or their shapes, which a thread compiles, and seconds of tracing (0.0: known)."""
+    def start(self, *args: Any, **static: Any) -> Compiled:
+        """The program for arguments, or for their shapes, which a thread may still be compiling."""
         place = getattr(self.function, "place", None)
         if place is None or args[0].mesh is None:
             return self._start(args, static, None)
@@ -62,7 +63,7 @@ class Program:
 
     def run(self, *args: Any, **static: Any) -> Any:
         """Calls the program, which is compiled first unless that was done before."""
-        return self.start(*args, **static)[0](*args)
+        return self.start(*args, **static)(*args)
 
     def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> _Key:
         leaves, structure = jax.tree.flatten(args)
@@ -76,33 +77,32 @@ class Program:
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate, compiler_options=options)
         return jitted.lower(*args, **static)
 
-    def _start(self, args: Sequence[Any], static: Mapping[str, Any], place: Any) -> tuple[Compiled, float]:
+    def _start(self, args: Sequence[Any], static: Mapping[str, Any], place: Any) -> Compiled:
         key, begun = self._key(args, static), time.perf_counter()
         with _lock:
             known = _kept.pop(key, None)
             if known is not None and not (known.compiling.done() and known.compiling.exception()):
                 _kept[key] = known
-                return known, 0.0
-        compiled = Compiled(self._lower(args, static), place)
+                return known
+        lowered = self._lower(args, static)
+        compiled = Compiled(place, shapes_of(lowered.out_info), _compilers.submit(lowered.compile))
+        if place is not None:  # processes that share a mesh compile the same programs in the same order
+            compiled.wait()
         with _lock:
             _kept[key] = compiled
             while len(_kept) > (_MOST_ON_CPU if jax.default_backend() == "cpu" else _MOST_PROGRAMS):
                 del _kept[next(iter(_kept))]
-        return compiled, time.perf_counter() - begun
+        return dataclasses.replace(compiled, seconds=time.perf_counter() - begun)
 
 
+@dataclasses.dataclass(frozen=True)
 class Compiled:
     """A program for arguments of some shapes, which a thread may still be compiling."""
 
-    def __init__(self, lowered: Any, place: Callable[..., tuple[Any, ...]] | None) -> None:
-        self._place, self._results, self.compiling = place, lowered.out_info, _compilers.submit(lowered.compile)
-        if place is not None:  # processes that share a mesh compile the same programs in the same order
-            self.wait()
-
-    @property
-    def shapes(self) -> Any:
-        """Shapes of its results: the next program can be started for them."""
-        return shapes_of(self._results)
+    place: Callable[..., tuple[Any, ...]] | None  # as `OverMesh.place`; None for one device
+    shapes: Any  # of its results: the next program can be started for them
+    compiling: Future[Any]
+    seconds: float = 0.0  # of tracing, where `start` did not find the program
 
     def wait(self) -> Any:
         """Waits until it has been compiled, and returns the executable."""
@@ -114,10 +114,10 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         executable = self.wait()
-        if self._place is None:
+        if self.place is None:
             return executable(*args)
         with jax.set_mesh(args[0].mesh):
-            return executable(args[0], *self._place(args[0], args[1:]))
+            return executable(args[0], *self.place(args[0], args[1:]))
 
 
 def _sharding(leaf: Any) -> Any:

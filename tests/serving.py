@@ -20,8 +20,7 @@ class Watched(Program):
 
     def start(self, *args, **static):
         self.compiling()
-        compiled, seconds = self.program.start(*args, **static)
-        return WatchedCompiled(compiled, self.running), seconds
+        return WatchedCompiled(self.program.start(*args, **static), self.running)
 
 
 class WatchedCompiled(Compiled):

@@ -73,10 +73,10 @@ class Steps:
         """Rows in which a block leaves the window at the next step."""
         return self.running(state) & state.cache.are_full(state.lengths + state.step - 1, state.cache.start)
 
-    def summaries(self, rows: Rows) -> list[Any]:
-        """The policy's summaries by layer, valid until a block leaves a window."""
+    def summaries(self, rows: Rows) -> list[Any] | None:
+        """Summaries by layer, valid until a block leaves a window, of a policy that chooses pages by them."""
         policy, layers = self.lm.method.cache, range(self.lm.config.num_layers)
-        return [policy.summarize(layer, rows.of_layer(layer)[0]) for layer in layers]
+        return [policy.summarize(i, rows.of_layer(i)[0]) for i in layers] if policy.chooses_pages else None
 
     def decode(self, state: DecodingState) -> DecodingState:
         """Draws tokens until every row has all or has ended, or a block leaves the window of some row.
@@ -235,7 +235,7 @@ def draw(
         if allowed is not None:
             bits = jnp.unpackbits(allowed, axis=-1, count=logits.shape[-1], bitorder="little")
             drawable = jnp.where(bits == 1, drawable, -jnp.inf)
-        keys = jax.vmap(jax.random.fold_in)(state.keys, state.step)
+        keys = None if sampling.temperature is None else jax.vmap(jax.random.fold_in)(state.keys, state.step)
         token = sample(drawable, keys, sampling, state.seen)
         token = jnp.where(running, token, lm.pad_token_id)
         room = state.tokens.shape[1]
@@ -270,7 +270,6 @@ def row_keys(key: Key[Array, ""], rows: int) -> Key[Array, " R"]:
 
 def begin(
     lm: LM,
-    rows: Rows,  # of R answers
     logits: Float32[Array, "B V"],  # of the token after each prompt; R / B answers side by side continue it
     lengths: Int[Array, " R"],  # tokens before each answer
     held: tuple[Int[Array, "B L"], Int[Array, " B"]] | None,  # these tokens and their number, with a repetition penalty
@@ -305,13 +304,13 @@ def begin(
         logprobs=None if logprobs is None else jnp.zeros((answers, new_tokens), jnp.float32),
         top=(jnp.zeros(likeliest, jnp.int32), jnp.zeros(likeliest, jnp.float32)) if logprobs else None,
         finite=jnp.isfinite(logits).all(axis=-1),
-        cache=rows,
+        cache=typing.cast(Rows, None),  # the caller adds it
         attended_share=attended_share,
     )
     return draw(lm, state, logits, sampling)
 
 
-begin_program = Program(OverMesh(begin, (CACHES, ROWS, ROWS, ROWS, ROWS, ROWS, SAME, SAME, SAME), STATE), donate=(1,))
+begin_program = Program(OverMesh(begin, (ROWS, ROWS, ROWS, ROWS, ROWS, SAME, SAME, SAME), STATE))
 
 
 def _program(method: Callable[[Steps, DecodingState], DecodingState]) -> Program:

@@ -307,7 +307,8 @@ def _generate_tokens(
     logits, rows, shares = read(lm, tokens, lengths, lengths + room - 1, layout, calls, backend=backend)
     held = None if sampling.repetition_penalty is None else (tokens, lengths)
     drawing = row_keys(key, batch), shares, sampling, jnp.asarray(stop_tokens, jnp.int32), None
-    state = calls(begin_program, lm.without_weights, rows, logits, lengths, held, *drawing, new_tokens=room)
+    state = calls(begin_program, lm.without_weights, logits, lengths, held, *drawing, new_tokens=room)
+    state = dataclasses.replace(state, cache=rows)
     return calls(decode_all_program, lm, state, limit, sampling, backend=backend).tokens
 
 
@@ -360,16 +361,17 @@ class Request:
         room = shared_size(max(_LEAST_ROOM, self.prompts.fed_tokens + 1))
         static: dict[str, Any] = {"new_tokens": room, "logprobs": config.num_logprobs}
 
-        def given(logits: Any, rows: Any, shares: Any) -> tuple[Any, ...]:
-            return lm.without_weights, rows, logits, self.prompts.row_lengths, held, keys, shares, *drawing
+        def given(logits: Any, shares: Any) -> tuple[Any, ...]:
+            return lm.without_weights, logits, self.prompts.row_lengths, held, keys, shares, *drawing
 
-        def compile_decoding(*read: Any) -> None:
-            state = calls.start(begin_program, *given(*read), **static).shapes
+        def compile_decoding(logits: Any, rows: Any, shares: Any) -> None:
+            state = calls.start(begin_program, *given(logits, shares), **static).shapes
             for program in self._programs if config.max_new_tokens > 1 else ():
-                self._start(program, state)
+                self._start(program, dataclasses.replace(state, cache=rows))
 
         then = compile_decoding if config.num_samples == 1 else None
-        return calls(begin_program, *given(*self.prompts.read(calls, self.backend, then)), **static)
+        logits, rows, shares = self.prompts.read(calls, self.backend, then)
+        return dataclasses.replace(calls(begin_program, *given(logits, shares), **static), cache=rows)
 
     @property
     def _programs(self) -> list[Program]:

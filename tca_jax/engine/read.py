@@ -88,8 +88,8 @@ class Calls:
         """The program for these arguments, or for their shapes, which a thread may still be compiling."""
         if self.traced:  # once for all layers
             return functools.partial(jax.jit(program.function, static_argnames=tuple(static)), **static)
-        compiled, seconds = program.start(*args, **static)
-        self.compile_seconds += seconds
+        compiled = program.start(*args, **static)
+        self.compile_seconds += compiled.seconds
         return compiled
 
     def wait(self, program: Any) -> Callable[..., Any]:
@@ -125,8 +125,8 @@ def read(
     lm = lm.for_programs
     if not calls.traced and _are_short(lm, tokens):
         given, static = (lm, tokens, lengths, most), {"layout": layout, "more_pages": more_pages, "backend": backend}
-        spent, program = calls.compile_seconds, calls.start(_read_program, *given, **static)
-        if then is not None and calls.compile_seconds > spent:
+        program = calls.start(_read_program, *given, **static)
+        if then is not None and program.seconds:
             then(*program.shapes)
         return calls.wait(program)(*given)
     tokens, lengths, most = map(jnp.asarray, (tokens, lengths, most))
@@ -198,29 +198,29 @@ class Layers:
 
     def run(self, layout: CacheLayout | None, more_pages: int = 0, then: Then | None = None) -> Any:
         """Reads all layers. Returns the rows."""
-        rows = self.begin(layout, more_pages)
         if not self._calls.traced and self._lm.mesh is None:
-            self._start_all(rows, then)
+            begin = self._start(begin_program, *self._begin(), layout=layout, more_pages=more_pages)
+            if begin.seconds:
+                self._start_all(begin, None, then)
+        rows = self.begin(layout, more_pages)
         for number in range(self._lm.config.num_layers):
             rows = self.read(number, rows)
         return rows
 
     def prepare(self, rows: Any) -> None:
         """Compiles all programs for rows of these shapes, before `begin`."""
-        begin = self._start(begin_program, *self._begin(), layout=None, more_pages=0)
-        self.x, *self._angles, self.shares, _ = begin.shapes
-        self._start_all(rows, None)
+        self._start_all(self._start(begin_program, *self._begin(), layout=None, more_pages=0), rows)
         for program in self._programs.values():
             self._calls.wait(program)
 
-    def _start_all(self, rows: Any, then: Then | None) -> None:
-        """Starts the programs of all layers, the slowest first, unless the first layer's is there."""
+    def _start_all(self, begin: Any, rows: Any, then: Then | None = None) -> None:
+        """Starts the programs of all layers, the slowest first; None stands for the rows of `begin`."""
+        self.x, *self._angles, self.shares, own = begin.shapes
+        rows = own if rows is None else rows
         for number in range(self._lm.config.num_layers if self._lm.method.layers_differ else 1):
-            (given, static), spent = self._first_half(number, rows), self._calls.compile_seconds
+            given, static = self._first_half(number, rows)
             program = self._start(attend_program, *given, **static)
             if number == 0:
-                if self._calls.compile_seconds == spent:
-                    return
                 self.out = program.shapes[0]
                 if then is not None:
                     shape = len(self._lengths), self._lm.config.vocab_size

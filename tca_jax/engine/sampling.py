@@ -66,7 +66,7 @@ class Sampling:
 
 def sample(
     logits: Float[Array, "B V"],
-    keys: Key[Array, " B"],
+    keys: Key[Array, " B"] | None,  # None: greedy
     sampling: Sampling,
     seen: Bool[Array, "B V"] | None = None,
 ) -> Int[Array, " B"]:

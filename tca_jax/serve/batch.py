@@ -197,8 +197,7 @@ class Batch:
         key = state.seen is None, None if state.top is None else state.top[0].shape, state.stop_tokens.shape
         if key not in self._step_programs:
             kinds = (False, True) if self._bounded else (False,)  # both now, so that answers seldom wait for the second
-            started = [pages.step.start(*given, evicts=kind, backend=self._backend) for kind in kinds]
-            self._step_programs[key] = [program for program, _ in started]
+            self._step_programs[key] = [pages.step.start(*given, evicts=kind, backend=self._backend) for kind in kinds]
         state, output = self._step_programs[key][evicts](*given)
         self.table = self._pool.take_back(state.cache)
         self.state = dataclasses.replace(state, cache=None)
