@@ -80,7 +80,7 @@ def sample(
         penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
         logits = jnp.where(seen, penalised, logits)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if temperature is None:
+    if temperature is None or keys is None:
         return best
     greedy = temperature == 0
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)  # at most 0: a small temperature overflows to -inf alone
