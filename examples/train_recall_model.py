@@ -279,6 +279,8 @@ def main(
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny models, a few steps.")] = False,
 ) -> None:
     """Train recall-tiny, or the zoo's other members, on fixed schedules."""
+    if unknown := sorted({*(only or ())} - {*RECIPES}):
+        raise SystemExit(f"--only {', '.join(unknown)}: must be one of {', '.join(RECIPES)}")
     names = [name for name in RECIPES if name in (only or list(RECIPES)[1:])] if zoo else ["recall-tiny"]
     for name in names:
         folder, recipe = out / name if zoo else out, RECIPES[name]

@@ -117,26 +117,11 @@ def accuracy(
     ] = None,
     out: PictureOption = Path("out/accuracy.png"),
 ) -> Path:
-    """Draw right answers against the bytes of the KV cache: a panel a protocol and model, a curve a method.
+    """Draw right answers against the bytes of the KV cache: a panel a protocol, a curve a method.
 
-    Example: [bold]tca-jax plot accuracy lab/results/zoo-curves.json --protocol late[/]
+    Example: [bold]tca-jax plot accuracy evaluation.json --protocol late[/]
     """
     from tca_jax.lab.plots import plot_accuracy
     from tca_jax.lab.plots.results import accuracy_panels
 
     return plot_accuracy(accuracy_panels(results, protocol), out)
-
-
-@app.command()
-def reading(
-    results: Annotated[Path, typer.Argument(help="JSON such as lab/results/zoo-curves.json.", show_default=False)],
-    out: PictureOption = Path("out/reading.png"),
-) -> Path:
-    """Draw loss inside the text against the attended share: a panel a model, a curve a method.
-
-    Example: [bold]tca-jax plot reading lab/results/zoo-curves.json[/]
-    """
-    from tca_jax.lab.plots import plot_reading
-    from tca_jax.lab.plots.results import reading_panels
-
-    return plot_reading(reading_panels(results), out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from jaxtyping import Float
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from tca_jax.lab.plots import figures
 
@@ -18,9 +18,6 @@ BASELINE = "full"  # drawn as a dashed line
 MOST_CURVES = 6
 Point = tuple[str, float, float]  # method, x, y
 
-_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # ticks of the logarithmic axis
-_RISES = (-0.01, 0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 10.0)
-_LINEAR = 0.01  # loss over full attention's; smaller ones are on a linear scale, larger ones on a logarithmic one
 _APART = 0.05  # least distance of the names of curves, of the height of the axes
 _DARK = 0.55  # of the color scale: numbers on darker cells are white
 _MAX_LABELLED_LAYERS = 40  # with more layers a number does not fit into its cell
@@ -37,40 +34,47 @@ def plot_accuracy(panels: Mapping[str, Sequence[Point]], path: figures.PathLike)
         path: PNG file to write.
     """
     widest = max(1.0, *(x for panel in panels.values() for _, x, _ in panel))
-
-    def set_axes(axes: Axes) -> None:
+    figure = Figure(figsize=(1 + 4.6 * len(panels), 4.4), dpi=figures.DPI, layout="constrained")
+    drawn = list(figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0])
+    methods = list(dict.fromkeys(method for points in panels.values() for method, *_ in points))
+    ranks = {name: rank for rank, name in enumerate(figures.METHOD_COLORS)}
+    shown = sorted(methods, key=lambda name: ranks.get(name, len(ranks)))[:MOST_CURVES]
+    left_out = len(methods) - len(shown)
+    more = f" ({left_out} more methods in the file)" if left_out else ""
+    figure.suptitle(f"Right answers by the KV cache that is held{more}", parse_math=False)
+    for axes, (heading, points) in zip(drawn, panels.items(), strict=True):
+        for method in shown:
+            if line := sorted((x, y) for name, x, y in points if name == method):
+                x, y = zip(*line, strict=True)
+                color = figures.METHOD_COLORS.get(method) or colormaps["tab20"](sum(map(ord, method)) % 20)
+                axes.plot(x, y, "o-", label=method, color=color, markersize=4, clip_on=False)
+                if method == BASELINE:
+                    axes.axhline(max(y), color="#A0A0A0", linewidth=0.8, linestyle="--", zorder=1)
+        axes.set_title(heading, fontsize=10, parse_math=False)
+        axes.grid(alpha=0.25)
         axes.set(xlim=(0, 1.05 * widest), ylim=(0, 1.05), xlabel="KV cache bytes, of full attention's")
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    drawn[0].set_ylabel("right answers")
+    for axes in drawn:
+        label_ends(axes)
+    return figures.write(figure, path)
 
-    return _draw(panels, "Right answers by the KV cache that is held", set_axes, "right answers", path)
 
-
-def plot_reading(panels: Mapping[str, Sequence[Point]], path: figures.PathLike) -> Path:
-    """Draws loss inside the text against the attended share, both on marked scales: a curve a method, at most six.
-
-    Args:
-        panels: By heading, points (method, attended share of causal pairs, increase over full attention's loss as a
-            share of it), as `results.reading_panels` reads them.
-        path: PNG file to write.
-    """
-    points = [point for panel in panels.values() for point in panel]
-    least, highest = min(x for _, x, _ in points), max(_LINEAR, *(1.5 * y for *_, y in points))
-
-    def set_axes(axes: Axes) -> None:
-        axes.set(xscale="log", xlim=(min(0.8 * least, 0.5), 1.15), ylim=(-_LINEAR / 2, highest))
-        axes.set_yscale("symlog", linthresh=_LINEAR)
-        axes.set_xticks([share for share in _SHARES if share >= 0.8 * least])
-        axes.set_yticks([rise for rise in _RISES if -_LINEAR / 2 <= rise <= highest])
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:+g}%" if value else "0%"))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.axhspan(-_LINEAR / 2, _LINEAR, color="#F0F0F0", zorder=0)
-        axes.set_xlabel("attended share of causal pairs (logarithmic)")
-
-    label = "loss over full attention's\n(grey: linear; above: logarithmic)"
-    return _draw(panels, "Loss inside the text by the attended share", set_axes, label, path)
+def label_ends(axes: Axes) -> None:
+    """Writes the name of each curve at its right end, the names apart and inside of the axes."""
+    named = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    ends = [axes.transLimits.transform(axes.transScale.transform(np.asarray(line.get_xydata())[-1])) for line in named]
+    order = sorted(range(len(named)), key=lambda i: ends[i][1])
+    places, highest = [float(ends[i][1]) for i in order], 0.98
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + _APART)
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], highest)
+        highest = places[i] - _APART
+    for i, y in zip(order, places, strict=True):
+        label = axes.text(ends[i][0] + 0.03, y, str(named[i].get_label()), transform=axes.transAxes)
+        label.set(fontsize=8, color=named[i].get_color(), verticalalignment="center")
 
 
 def plot_latency(bars: Mapping[str, Mapping[str, float]], title: str, path: figures.PathLike) -> Path:
@@ -103,54 +107,6 @@ def plot_latency(bars: Mapping[str, Mapping[str, float]], title: str, path: figu
     figure.suptitle(title, parse_math=False)
     figure.legend(loc="outside lower center", ncols=min(4, len(names)), fontsize=9)
     return figures.write(figure, path)
-
-
-def _draw(
-    panels: Mapping[str, Sequence[Point]],
-    title: str,
-    set_axes: Callable[[Axes], None],
-    label: str,
-    path: figures.PathLike,
-) -> Path:
-    """Panels side by side, a curve a method with its name at its end; the baseline is a dashed line."""
-    figure = Figure(figsize=(1 + 4.6 * len(panels), 4.4), dpi=figures.DPI, layout="constrained")
-    drawn = list(figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0])
-    methods = list(dict.fromkeys(method for points in panels.values() for method, *_ in points))
-    ranks = {name: rank for rank, name in enumerate(figures.METHOD_COLORS)}
-    shown = sorted(methods, key=lambda name: ranks.get(name, len(ranks)))[:MOST_CURVES]
-    left_out = len(methods) - len(shown)
-    figure.suptitle(title + (f" ({left_out} more methods in the file)" if left_out else ""), parse_math=False)
-    for axes, (heading, points) in zip(drawn, panels.items(), strict=True):
-        for method in shown:
-            if line := sorted((x, y) for name, x, y in points if name == method):
-                x, y = zip(*line, strict=True)
-                color = figures.METHOD_COLORS.get(method) or colormaps["tab20"](sum(map(ord, method)) % 20)
-                axes.plot(x, y, "o-", label=method, color=color, markersize=4, clip_on=False)
-                if method == BASELINE:
-                    axes.axhline(max(y), color="#A0A0A0", linewidth=0.8, linestyle="--", zorder=1)
-        axes.set_title(heading, fontsize=10, parse_math=False)
-        axes.grid(alpha=0.25)
-        set_axes(axes)
-    drawn[0].set_ylabel(label)
-    for axes in drawn:
-        label_ends(axes)
-    return figures.write(figure, path)
-
-
-def label_ends(axes: Axes) -> None:
-    """Writes the name of each curve at its right end, the names apart and inside of the axes."""
-    named = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
-    ends = [axes.transLimits.transform(axes.transScale.transform(np.asarray(line.get_xydata())[-1])) for line in named]
-    order = sorted(range(len(named)), key=lambda i: ends[i][1])
-    places, highest = [float(ends[i][1]) for i in order], 0.98
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + _APART)
-    for i in reversed(range(len(places))):
-        places[i] = min(places[i], highest)
-        highest = places[i] - _APART
-    for i, y in zip(order, places, strict=True):
-        label = axes.text(ends[i][0] + 0.03, y, str(named[i].get_label()), transform=axes.transAxes)
-        label.set(fontsize=8, color=named[i].get_color(), verticalalignment="center")
 
 
 def plot_kept_share(share: Float[np.ndarray, "layers Hkv"], num_tokens: int, name: str, path: figures.PathLike) -> Path:

@@ -20,9 +20,7 @@ DPI = 150
 METHOD_COLORS = {
     "full": "#000000",
     "TCA": "#D55E00",
-    "TCA, pairs": "#D55E00",
     "tca": "#D55E00",
-    "TCA, default probes": "#E69F00",
     "duoattention": "#0072B2",
     "kvzip": "#009E73",
     "minference": "#56B4E9",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from tca_jax.errors import UserError, require
 from tca_jax.lab.benchmarks.models import CONFIGS
 from tca_jax.lab.plots.curves import Point
 from tca_jax.lab.plots.figures import PathLike
-from tca_jax.lab.recall.tasks import PROTOCOLS
 from tca_jax.models.json_object import read_json_object
 
 #: Stages of a call.
@@ -54,39 +53,15 @@ def latency_bars(records: Mapping[str, Row], *, new_tokens: int = 256) -> dict[s
 
 
 def accuracy_panels(path: PathLike, protocol: str | None = None) -> Panels:
-    """Accuracy against bytes by model and protocol (None: all), as `plot_accuracy` takes it."""
-    record, panels = read_json_object(Path(path)), Panels()
-    # The shipped model's evaluation.json has "methods", zoo-curves.json has "models".
-    for row in record.get("methods", ()):
+    """Accuracy against bytes by protocol (None: all), as `plot_accuracy` takes it, from a JSON file with "methods"."""
+    panels: Panels = {}
+    for row in read_json_object(Path(path)).get("methods", ()):
         for asked, tasks in row["right"].items():
             if protocol in (None, asked):
                 point = (row["method"], row["kv_cache_share"], float(np.mean(list(tasks.values()))))
                 panels.setdefault(asked, []).append(point)
-    for name, row in _points(record):
-        for asked in PROTOCOLS if protocol is None else [protocol]:
-            if {asked, "kv_share"} <= row.keys():
-                panels.setdefault(f"{name}, {asked}", []).append((row["method"], row["kv_share"], row[asked]))
     require(panels, f"{path}: holds no accuracy of methods" + (f" under protocol {protocol!r}" if protocol else ""))
     return panels
-
-
-def reading_panels(path: PathLike) -> Panels:
-    """Loss increase against the attended share by model, as `plot_reading` takes it, from a JSON file with "models"."""
-    panels: Panels = {}
-    for name, point in _points(read_json_object(Path(path))):
-        if {"attended_share", "inside", "inside_full"} <= point.keys():
-            rise = point["inside"] / point["inside_full"] - 1
-            panels.setdefault(name, []).append((point["method"], point["attended_share"], rise))
-    require(panels, f"{path}: holds no losses of methods")
-    return panels
-
-
-def _points(record: Row) -> Iterator[tuple[str, Row]]:
-    """Points of models, each with the model's name and prompt length, without missing figures."""
-    for name, model in record.get("models", {}).items():
-        heading = f"{name}, {model['tokens']:,} tokens" if "tokens" in model else name
-        for point in model["points"]:
-            yield heading, {key: value for key, value in point.items() if value is not None}
 
 
 def _parts(row: Row, layers: Sequence[Row]) -> dict[str, float]:

@@ -96,14 +96,12 @@ def test_a_page_is_cut_at_ends_of_lines():
 # --- curves and bars --------------------------------------------------------------------------------
 
 
-def point(method, share=0.3, **numbers):
-    own = {"method": method, "attended_share": share, "inside": 0.52, "inside_full": 0.5, "kv_share": share}
-    return {**own, "late": 0.9, **numbers}
-
-
-FULL = point("full", 1.0, inside=0.5, late=1.0)
-POINTS = [FULL, point("tca", 0.5), point("tca", 0.2, late=0.8), point("snapkv", late=None)]
-MODELS = {"models": {name: {"tokens": 8192, "points": POINTS} for name in ("one", "two")}}
+METHODS = {
+    "methods": [
+        {"method": name, "kv_cache_share": share, "right": {"late": {"a": right, "b": 1.0}, "prefix": {"a": 1.0}}}
+        for name, share, right in (("full", 1.0, 1.0), ("tca", 0.5, 0.8), ("tca", 0.2, 0.6))
+    ]
+}
 
 
 def lines_of(axes):
@@ -111,20 +109,15 @@ def lines_of(axes):
 
 
 def test_curves_keep_their_color(figures, tmp_path):
-    path = tmp_path / "curves.json"
-    path.write_text(json.dumps(MODELS))
-    plots.plot_reading(results.reading_panels(path), "unused.png")
-    plots.plot_accuracy(results.accuracy_panels(path, "late"), "unused.png")
-    reading, keeping = (lines_of(figure.axes[0]) for figure in figures)
-    assert [axes.get_title() for axes in figures[1].axes] == [f"{name}, 8,192 tokens, late" for name in ("one", "two")]
-    assert list(reading) == ["full", "tca", "snapkv"]
-    assert list(keeping) == ["full", "tca"]  # without the point that has no answers
-    assert {name: line.get_color() for name, line in keeping.items()} == {n: METHOD_COLORS[n] for n in ("full", "tca")}
-    np.testing.assert_allclose(reading["tca"].get_xdata(), [0.2, 0.5])
-    np.testing.assert_allclose(reading["tca"].get_ydata(), 0.04)
-    np.testing.assert_allclose(keeping["tca"].get_ydata(), [0.8, 0.9])
-    assert texts(figures[1].axes[0]) == ["tca", "full"]  # at their ends
-    assert "linear" in figures[0].axes[0].get_ylabel()  # a mixed scale is marked
+    path = tmp_path / "methods.json"
+    path.write_text(json.dumps(METHODS))
+    plots.plot_accuracy(results.accuracy_panels(path), "unused.png")
+    assert [axes.get_title() for axes in figures[0].axes] == ["late", "prefix"]
+    late = lines_of(figures[0].axes[0])
+    assert {name: line.get_color() for name, line in late.items()} == {n: METHOD_COLORS[n] for n in ("full", "tca")}
+    np.testing.assert_allclose(late["tca"].get_xdata(), [0.2, 0.5])
+    np.testing.assert_allclose(late["tca"].get_ydata(), [0.8, 0.9])
+    assert texts(figures[0].axes[0]) == ["tca", "full"]  # at their ends
 
 
 def test_at_most_six_curves(figures):
@@ -154,13 +147,12 @@ def test_bars_have_the_same_parts():
         results.latency_bars({"c": {"rows": []}})
 
 
-@pytest.mark.parametrize("read", [results.reading_panels, results.accuracy_panels])
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"models": {"m": {"points": [{"knob": "x"}]}}}'])
-def test_files_without_results_are_named(read, text, tmp_path):
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_files_without_results_are_named(text, tmp_path):
     path = tmp_path / "r.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=str(path)):
-        read(path)
+        results.accuracy_panels(path)
 
 
 # --- commands ---------------------------------------------------------------------------------------
@@ -169,7 +161,7 @@ def test_files_without_results_are_named(read, text, tmp_path):
 @pytest.fixture(scope="module")
 def work(work):
     """With results."""
-    (work / "curves.json").write_text(json.dumps(MODELS))
+    (work / "methods.json").write_text(json.dumps(METHODS))
     stats = {"new_tokens": [4], "prefill_seconds": 1.0, "seconds_per_token": 0.1}
     (work / "call.json").write_text(json.dumps({"stats": stats}))
     return work
@@ -183,7 +175,6 @@ def work(work):
         ("selected", "model", "--file=text.txt", "--profile=profile", "--question=why?", "--around=fox"),
         ("latency", "call.json"),
         ("accuracy", checkpoint_folder("recall-tiny") / "evaluation.json"),
-        ("reading", "curves.json"),
     ],
     ids=lambda args: args[0],
 )
@@ -203,7 +194,7 @@ def test_commands_write_pictures(args, tmp_path):
         (("latency", "text.txt"), r"text.txt is not valid JSON"),
         (("selected", "model", "--file=text.txt", "--start=999"), r"^--start 999: must lie in \[0, "),
         (("selected", "missing", "--file=missing", "--out=new/map.jpg"), r"^--out new/map.jpg: pictures are PNG files"),
-        (("accuracy", "curves.json", "--protocol=early"), r"curves.json: holds no accuracy of methods under protocol"),
+        (("accuracy", "methods.json", "--protocol=early"), r"methods.json: holds no accuracy of methods under"),
     ],
     ids=str,
 )
