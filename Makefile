@@ -32,7 +32,7 @@ $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	@touch $@
 
-demo: $(VENV)/.installed  ## answer questions over a long document with TCA and with full attention
+demo: $(VENV)/.installed  ## answer questions about a long document: full attention, predicted worth, a window of its bytes
 	$(BIN)/tca-jax demo
 
 serve-demo: $(VENV)/.installed  ## serve the shipped model on a CPU, upload a document with curl, ask three questions at once

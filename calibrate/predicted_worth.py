@@ -68,9 +68,8 @@ def pack_texts(lm: Encoder, texts: Iterable[str | Sequence[int]], count: int, to
         if len(packed) == count:
             return packed
     missing = (count - len(packed)) * size - len(text)
-    raise UserError(
-        f"texts have {missing:,} tokens too few for {count} texts of {tokens:,}: pass more text, or a lower count"
-    )
+    few = f"texts have {missing:,} tokens too few for {count} texts of {tokens:,}"
+    raise UserError(f"{few}: pass more text, or lower count or tokens")
 
 
 def fit_worth(

@@ -185,7 +185,7 @@ def check_options(
             _require_e4m3(f"{argument} = {value!r}")
     in_range = kept is None or (is_finite_number(kept) and 0 < kept <= 1)
     require(in_range, f"kept = {kept!r}: must be in (0, 1]")
-    require(kept is None or profile is not None, f"kept = {kept}: goes with a profile of predicted worth")
+    require(kept is None or profile is not None, f"kept = {kept}: goes with a profile of predicted worth; pass profile")
     if dtype is None:
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     with explaining(f"dtype = {dtype}: must be float32, bfloat16 or float16", TypeError):
@@ -215,7 +215,7 @@ def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
         require(not is_file, f"name_or_path = {name!r} is a file: pass its folder, with config.json and *.safetensors")
         local = _shipped_folder(name) if name.lower() in SHIPPED else None
     if local is not None:
-        here = f"{name!r} lies on this machine"
+        here = f"{name!r} is on this machine"
         require(revision is None, f"revision = {revision!r} goes with a model of the Hub: {here}")
         # Files of the Hub's cache are links, whose targets may be gone; such a file would count as left out on purpose.
         for file in (file for pattern in _HUB_FILES if local.is_dir() for file in local.glob(pattern)):

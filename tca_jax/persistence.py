@@ -46,7 +46,7 @@ def load(kind: str, directory: Any) -> tuple[Path, Any, dict[str, np.ndarray]]:
     """Reads the newest entry of a kind: its folder, for messages, its JSON values, and its arrays by name."""
     folder, step = _absolute(directory), None
     if not folder.exists():
-        raise FileNotFoundError(f"{kind} directory {folder} does not exist")
+        raise FileNotFoundError(f"{kind} directory {folder} does not exist: name a saved {kind}")
     require(folder.is_dir(), f"{folder} is a file, not a {kind} directory")
     import orbax.checkpoint as ocp
 

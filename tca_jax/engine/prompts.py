@@ -134,7 +134,8 @@ def require_positions(
     behind = f" behind a context of {context_tokens}" if context_tokens else ""
     answer = f"; with max_new_tokens = {max_new_tokens} that is {needed}" if max_new_tokens else ""
     has = f"{name} has {prompt_tokens} tokens{behind}{answer}"
-    require(needed <= most, f"{has}, and {lm.name} has {most} positions")
+    remedy = "shorten the text" + (" or lower max_new_tokens" if max_new_tokens else "")
+    require(needed <= most, f"{has}, and {lm.name} has {most} positions: {remedy}")
 
 
 def decode_continuation(lm: Encoder, tokens: Sequence[int], *, special: bool = False) -> str:

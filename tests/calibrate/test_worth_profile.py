@@ -51,7 +51,7 @@ def test_calibrate_fits_and_measures(lm):
         ({"count": 1}, "count = 1: must be"),
         ({"tokens": 511}, "tokens = 511: must be"),
         ({"kept": math.nan}, r"kept = nan: must be in"),
-        ({"count": 4}, r"texts have 1,024 tokens too few for 4 texts of 512: pass more text, or a lower count"),
+        ({"count": 4}, r"texts have 1,024 tokens too few for 4 texts of 512: pass more text, or lower count or tokens"),
         ({"texts": []}, "texts is empty"),
         ({"texts": "a text"}, "has no tokenizer|without a tokenizer"),
         ({"texts": [[1, 97], [2]]}, r"texts\[0\] holds token id 97"),
