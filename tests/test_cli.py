@@ -205,7 +205,7 @@ CALIBRATE = "calibrate model --text text.txt --out new"
         (f"{CALIBRATE} --paper --tokens 20", r"--text text.txt, cut to 20, has 20 tokens"),
         (f"{CALIBRATE} --paper --tau 2", r"--tau 2.0: must lie in \(0, 1\]"),
         (f"{CALIBRATE} --paper --kept 0.5", r"--kept goes with predicted worth: leave out --paper"),
-        (CALIBRATE, r"texts have [\d,]+ tokens too few for 8 texts of [\d,]+: pass more text, or lower count or tokens"),
+        (CALIBRATE, r"texts have [\d,]+ tokens too few for 8 texts of [\d,]+: pass more text, or lower count"),
         (f"{CALIBRATE} --kept 2", r"--kept 2.0: must be in \(0, 1\]"),
         (f"{CALIBRATE} --tokens 100", r"--tokens 100: must be"),
         (f"{CALIBRATE} --window 512", r"--window goes with --paper"),
