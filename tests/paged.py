@@ -17,7 +17,7 @@ def read_layer(method, layout, lengths, qkv, fed=0, layer=0, backend="auto"):
     widths = Widths(layout.kept_columns[0], layout.num_window_pages, 0)
     rows = Rows.create((1, len(lengths), k.shape[2]), pool, widths, jnp.float32, scored=False)
     attended, kept = attend_selected(method, layer, Heads.all(k.shape[2]), *qkv, lengths, layout, backend)
-    return attended, rows.with_prompts(0, jnp.arange(len(lengths)), kept, k, v, lengths, lengths + fed)
+    return attended, rows.with_prompts(0, 0, kept, k, v, lengths, lengths + fed)
 
 
 def kept_tokens(rows, row, head, layer=0):

@@ -165,7 +165,7 @@ def _keep(
         selection = jax.tree.map(lambda x: x[layer], selections)
         with jax.named_scope("select"):
             selected = layout.regions(None).fill(selection, k, v, block_size=layout.block_size, backend=backend)
-        return rows.with_prompts(layer, jnp.arange(len(lengths)), selected.pool, k, v, lengths, most)
+        return rows.with_prompts(layer, 0, selected.pool, k, v, lengths, most)
 
     rows = empty_rows(lm, layout.batch, layout.widths, layout.num_pages + more_pages, lm.cache_dtype)
     rows = varying_like(rows, held, scores, lengths, most)

@@ -50,9 +50,8 @@ class DecodingState:
 
 
 _BY_ROW: dict[str, Any] = {field.name: ROWS for field in dataclasses.fields(DecodingState)}
-_SHARED: dict[str, Any] = dict.fromkeys(("stop_tokens", "min_new_tokens"), SAME)
 #: How a state lies on a mesh.
-STATE = DecodingState(**{**_BY_ROW, **_SHARED, "cache": CACHES})
+STATE = DecodingState(**_BY_ROW | dict.fromkeys(("stop_tokens", "min_new_tokens"), SAME) | {"cache": CACHES})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,7 +154,7 @@ class LM:
 
     def settings_of(self, layer: int | Array) -> Any:
         """The method's arrays of a layer."""
-        return jax.tree.map(lambda x: x[layer], self.settings)
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), self.settings)
 
     @functools.cached_property
     def fingerprint(self) -> str:

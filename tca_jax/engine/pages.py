@@ -8,6 +8,7 @@ between layers, heads and prompts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,9 +22,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from tca_jax.engine.mesh import STATIC, PerDevice, on_host
 from tca_jax.errors import require
 from tca_jax.methods.base import BlockMeans
+from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.kv import Pages, Stored, decode, empty, encode
 from tca_jax.pallas_kernels.kv import Pool as CompactTokens
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
+
+_of_layer = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
+_take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
 
 class Scored(NamedTuple):
@@ -161,8 +166,8 @@ class Rows(PerDevice):
     def with_prompts(
         self,
         layer: int | Array,
-        at: Int[Array, " B"],  # the rows
-        kept: CompactTokens | None,  # selected tokens; regions are whole pages
+        row: int | Array,  # the first of their rows
+        kept: CompactTokens | None,  # selected tokens; regions are whole pages. None: all tokens fit in the window
         k: Float[Array, "B L H d"],
         v: Float[Array, "B L H d"],
         lengths: Int[Array, " B"],
@@ -173,13 +178,12 @@ class Rows(PerDevice):
     ) -> Rows:
         """Writes a layer of prompts into pages of rows: the selected tokens, the window, and the means."""
         b, (batch, _, heads, _), none = self.page_size, k.shape, self.num_pages
-        start = jnp.maximum((lengths // b - (self.window_pages - 1)) * b, 0)
-        start = jnp.zeros_like(start) if kept is None else start  # all tokens fit in the window
+        start = jnp.zeros_like(lengths) if kept is None else jnp.maximum((lengths // b - self.window_pages + 1) * b, 0)
         held, free = jnp.zeros((batch, heads), jnp.int32), self.free
         kept_pages = jnp.full((batch, heads, self.columns), none, jnp.int32)
         writes: list[tuple[Array, ...]] = []  # page numbers, and keys and values [n, b, d]
         if kept is not None and self.columns:
-            kept_pages, free = free.take(-(-kept.lengths // b), self.columns, none)
+            kept_pages, free = free.take(divide_up(kept.lengths, b), self.columns, none)
             room = (kept_pages < none).sum(axis=-1, dtype=jnp.int32) * b
             held = jnp.minimum(kept.lengths, room).astype(jnp.int32)
             source = (kept.offsets // b)[..., None] + jnp.arange(self.columns)
@@ -190,27 +194,26 @@ class Rows(PerDevice):
         of_window, free = self._window_of(free, jnp.arange(self.window_pages) < counts[:, None], heads)
         place = start[:, None] + jnp.arange(window * b)
         index = jnp.minimum(place, k.shape[1] - 1)[..., None, None]
-        writes.append((of_window[..., :window], *(_as_pages(jnp.take_along_axis(x, index, axis=1), b) for x in (k, v))))
+        writes.append((of_window[..., :window], *(_as_pages(_take(x, index, axis=1), b) for x in (k, v))))
         scored = self.scored
         if scored is not None and scores is not None:
             inside = (place < lengths[:, None])[:, None]
-            found = jnp.where(inside, jnp.take_along_axis(scores, index[..., 0].swapaxes(1, 2), axis=2), -jnp.inf)
+            found = jnp.where(inside, _take(scores, index[..., 0].swapaxes(1, 2), axis=2), -jnp.inf)
             width = ((0, 0), (0, 0), (0, scored.scores.shape[-1] - window * b))
-            filled = scored.scores.at[layer, at].set(jnp.pad(found, width, constant_values=-jnp.inf))
+            filled = _put(scored.scores, jnp.pad(found, width, constant_values=-jnp.inf), layer, row)
             scored = scored._replace(scores=filled)
         if scored is not None and raised is not None:
-            scored = scored._replace(raised=scored.raised.at[layer, at].set(raised.astype(jnp.int32)))
+            scored = scored._replace(raised=_put(scored.raised, raised, layer, row))
         if scored is not None and means is not None:
             columns, blocks = scored.pages.shape[-1], start // b
-            number, free = free.take(jnp.repeat(-(-blocks // b)[:, None], heads, axis=1), columns, none)
-            slots = jnp.arange(columns * b)
-            all_means = (x.take(slots, axis=1, mode="fill", fill_value=0) for x in (means.k, means.v))
+            rest = (0, columns * b - means.bias.shape[-1])
+            number, free = free.take(jnp.repeat(divide_up(blocks, b)[:, None], heads, axis=1), columns, none)
+            all_means = (jnp.pad(x, ((0, 0), rest, (0, 0), (0, 0))) for x in (means.k, means.v))
             writes.append((number, *(_as_pages(x, b) for x in all_means)))
-            bias = jnp.maximum(means.bias, MASKED).take(slots, axis=2, mode="fill", fill_value=MASKED)
-            bias = jnp.where(slots < blocks[:, None, None], bias, MASKED)
-            scored = scored._replace(
-                pages=scored.pages.at[layer, at].set(number), bias=scored.bias.at[layer, at].set(bias)
-            )
+            bias = jnp.pad(jnp.maximum(means.bias, MASKED), ((0, 0), (0, 0), rest), constant_values=MASKED)
+            bias = jnp.where(jnp.arange(columns * b) < blocks[:, None, None], bias, MASKED)
+            bias = _put(scored.bias, bias, layer, row)
+            scored = scored._replace(pages=_put(scored.pages, number, layer, row), bias=bias)
         pools = self.k, self.v
         for numbers, *values in writes:
             flat = numbers.reshape(-1)
@@ -222,11 +225,11 @@ class Rows(PerDevice):
             k=pools[0],
             v=pools[1],
             free=free,
-            pages=self.pages.at[layer, at].set(table),
-            kept=self.kept.at[layer, at].set(held),
-            start=self.start.at[at].set(start.astype(jnp.int32)),
-            own=self.own.at[at].set(0),
-            length=self.length.at[at].set(lengths.astype(jnp.int32)),
+            pages=_put(self.pages, table, layer, row),
+            kept=_put(self.kept, held, layer, row),
+            start=_put(self.start, start, row),
+            own=_put(self.own, jnp.zeros_like(start), row),
+            length=_put(self.length, lengths, row),
             scored=scored,
         )
 
@@ -251,7 +254,7 @@ class Rows(PerDevice):
         b, rows = self.page_size, jnp.arange(len(start))
         column = jnp.clip((positions[:, 0] - start) // b, 0, self.window_pages - 1)
         if len(start) == 1:  # a slice is computed where it is used; a gather is a kernel of its own
-            table = self.pages[layer]
+            table = _of_layer(self.pages, layer)
             numbers = jax.lax.dynamic_index_in_dim(table, self.columns + column[0], axis=-1, keepdims=False)
         else:
             numbers = self.pages[layer, rows, :, self.columns + column]  # [R, H]
@@ -259,8 +262,7 @@ class Rows(PerDevice):
         if positions.shape == (1, 1) and new is None and self.in_runs:
             # A scatter would be a slower kernel, and look whether it is out of bounds.
             def put(pool: Array, x: Array) -> Array:
-                first = (numbers[0, 0], slots[0, 0], 0)[: pool.ndim]
-                return jax.lax.dynamic_update_slice(pool, x.swapaxes(1, 2)[0], first)
+                return _put(pool, x.swapaxes(1, 2)[0], numbers[0, 0], slots[0, 0])
 
         else:
             slots = slots if new is None else jnp.where(new, slots, b)  # out of bounds: dropped
@@ -292,7 +294,7 @@ class Rows(PerDevice):
 
     def leaving_keys(self, layer: int | Array, dtype: Any) -> Array:
         """Keys [R, H, b, d] of the window's oldest block."""
-        numbers = self.pages[layer][..., self.columns]
+        numbers = _of_layer(self.pages, layer)[..., self.columns]
         return decode(jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), self.k), dtype)
 
     def evict(
@@ -307,7 +309,7 @@ class Rows(PerDevice):
         The block's page serves the window's next block. The caller moves `start`, which all layers share.
         """
         b, none, columns = self.page_size, self.num_pages, self.columns
-        table, kept, free = self.pages[layer], self.kept[layer], self.free
+        table, kept, free = _of_layer(self.pages, layer), _of_layer(self.kept, layer), self.free
         oldest, out = table[..., columns], leaving[:, None]
         stays = out[..., None] & chosen
         pools, had = (self.k, self.v), -(-kept // b)
@@ -321,20 +323,20 @@ class Rows(PerDevice):
             kept_pages = jnp.where(here, more, kept_pages)
             room = (kept_pages < none).sum(axis=-1, dtype=jnp.int32) * b
             place = kept[..., None] + jnp.cumsum(stays, axis=-1) - 1  # among the kept tokens
-            target = jnp.take_along_axis(kept_pages, jnp.clip(place // b, 0, columns - 1), axis=-1)
+            target = _take(kept_pages, jnp.clip(place // b, 0, columns - 1), axis=-1)
             target = jnp.where(stays & (place < room[..., None]), target, none)
             pools = jax.tree.map(lambda x, new: x.at[target, place % b].set(new, mode="drop"), pools, blocks)
             kept = jnp.minimum(kept + counts, jnp.maximum(room, kept))
         scored = self.scored
         if scored is not None:
             number, columns_of_means = start // b, scored.pages.shape[-1]  # of the block
-            scores, bias = scored.scores[layer], scored.bias[layer]
+            scores, bias = _of_layer(scored.scores, layer), _of_layer(scored.bias, layer)
             if columns_of_means:
                 opens = out & (number % b == 0)[:, None]
                 fresh, free = free.take(jnp.broadcast_to(opens, oldest.shape).astype(jnp.int32), 1, none)
                 column = (number // b)[:, None, None]
                 here = (jnp.arange(columns_of_means) == column) & opens[..., None]
-                mean_pages = jnp.where(here, fresh, scored.pages[layer])
+                mean_pages = jnp.where(here, fresh, _of_layer(scored.pages, layer))
                 weights = jax.nn.softmax(jnp.where(stays, MASKED, scores[..., :b]), axis=-1) * ~stays
                 entropy = -jnp.where(weights > 0, weights * jnp.log(weights), 0).sum(axis=-1)
                 entropy = jnp.where((~stays).any(axis=-1), entropy, MASKED)
@@ -345,23 +347,21 @@ class Rows(PerDevice):
                 new = tuple(encode(mean, self.k) for mean in means)
                 pools = jax.tree.map(lambda x, y: x.at[own, slot].set(y, mode="drop"), pools, new)
                 its = out[..., None] & (jnp.arange(columns_of_means * b) == number[:, None, None])
-                scored = scored._replace(
-                    pages=scored.pages.at[layer].set(mean_pages),
-                    bias=scored.bias.at[layer].set(jnp.where(its, entropy[..., None], bias)),
-                )
-            shifted = jnp.roll(scores, -b, axis=-1).at[..., -b:].set(-jnp.inf)
-            scored = scored._replace(scores=scored.scores.at[layer].set(jnp.where(out[..., None], shifted, scores)))
+                bias = _put(scored.bias, jnp.where(its, entropy[..., None], bias), layer)
+                scored = scored._replace(pages=_put(scored.pages, mean_pages, layer), bias=bias)
+            shifted = jnp.pad(scores[..., b:], ((0, 0), (0, 0), (0, b)), constant_values=-jnp.inf)
+            scored = scored._replace(scores=_put(scored.scores, jnp.where(out[..., None], shifted, scores), layer))
         window, shared = table[..., columns:], out & (start < self.own)[:, None]
         fresh, free = free.take(jnp.broadcast_to(shared, oldest.shape).astype(jnp.int32), 1, none)
-        rolled = jnp.roll(window, -1, axis=-1).at[..., -1].set(jnp.where(shared, fresh[..., 0], oldest))
-        window = jnp.where(out[..., None], rolled, window)
+        fresh = jnp.where(shared[..., None], fresh, oldest[..., None])
+        window = jnp.where(out[..., None], jnp.concatenate([window[..., 1:], fresh], axis=-1), window)
         return dataclasses.replace(
             self,
             k=pools[0],
             v=pools[1],
             free=free,
-            pages=self.pages.at[layer].set(jnp.concatenate([kept_pages, window], axis=-1)),
-            kept=self.kept.at[layer].set(kept),
+            pages=_put(self.pages, jnp.concatenate([kept_pages, window], axis=-1), layer),
+            kept=_put(self.kept, kept, layer),
             scored=scored,
         )
 
@@ -456,17 +456,14 @@ class Rows(PerDevice):
         used = sum(int((numbers < self.num_pages).sum()) for numbers in named)
         return used * (self.num_bytes // (self.num_pages * len(places)))
 
-    def _named(self) -> Bool[Array, " P1"]:
+    def named_pages(self) -> Bool[Array, " P1"]:
+        """Pages that tables name; the last entry is none."""
         named = jnp.zeros(self.num_pages + 1, bool).at[self.pages].set(True)
         return named if self.scored is None else named.at[self.scored.pages].set(True)
 
-    def named_pages(self) -> Int[Array, "1 1"]:
-        """Pages that tables name."""
-        return self._named()[:-1].sum(dtype=jnp.int32).reshape(1, 1)
-
     def compacted(self, pages: int) -> Rows:
         """The same rows in a pool of `pages`: those that tables name, at most `pages` of them."""
-        named = self._named()
+        named = self.named_pages()
         source = jnp.flatnonzero(named[:-1], size=pages, fill_value=0)
         number = jnp.where(named, jnp.cumsum(named) - 1, pages).at[-1].set(pages).astype(jnp.int32)
         k, v = jax.tree.map(lambda x: x[source], (self.k, self.v))
@@ -522,6 +519,12 @@ class Allocator:
             unused, first = numbers[self._uses[device, numbers] == 0], self._free[device]
             self._stacks[device, first : first + len(unused)] = unused
             self._free[device] += len(unused)
+
+
+def _put(x: Array, new: Array, *place: int | Array) -> Array:
+    """`x` with new entries from a place on."""
+    new = new.astype(x.dtype).reshape(*(1,) * (x.ndim - new.ndim), *new.shape)
+    return jax.lax.dynamic_update_slice(x, new, (*place, *(0,) * (x.ndim - len(place))), allow_negative_indices=False)
 
 
 def _as_pages(x: Float[Array, "B n H d"], b: int) -> Float[Array, "B H pages b d"]:

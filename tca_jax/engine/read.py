@@ -201,7 +201,7 @@ class Layers:
         if not self._calls.traced and self._lm.mesh is None:
             begin = self._start(begin_program, *self._begin(), layout=layout, more_pages=more_pages)
             if begin.seconds:
-                self._start_all(begin, None, then)
+                self._start_all(begin, begin.shapes[-1], then)
         rows = self.begin(layout, more_pages)
         for number in range(self._lm.config.num_layers):
             rows = self.read(number, rows)
@@ -214,9 +214,8 @@ class Layers:
             self._calls.wait(program)
 
     def _start_all(self, begin: Any, rows: Any, then: Then | None = None) -> None:
-        """Starts the programs of all layers, the slowest first; None stands for the rows of `begin`."""
-        self.x, *self._angles, self.shares, own = begin.shapes
-        rows = own if rows is None else rows
+        """Starts the programs of all layers, the slowest first."""
+        self.x, *self._angles, self.shares, _ = begin.shapes
         for number in range(self._lm.config.num_layers if self._lm.method.layers_differ else 1):
             given, static = self._first_half(number, rows)
             program = self._start(attend_program, *given, **static)
@@ -318,8 +317,7 @@ def _attend_layer(
             attended, kept = attend_selected(method, index, lm.heads(index), q, k, v, lengths, layout, backend)
         if rows is None:
             return attended.out, (attended.pairs, None)
-        at = jnp.arange(len(lengths))
-        filled = rows.with_prompts(index, at, kept, k, v, lengths, most, scores, *others)
+        filled = rows.with_prompts(index, 0, kept, k, v, lengths, most, scores, *others)
         # The pages are filled before the model goes on: left to itself the compiler keeps all layers' k and v.
         (out, pairs), filled = jax.lax.optimization_barrier((attended, filled))
         return out, (pairs, filled)
@@ -403,7 +401,7 @@ def _highest(
     full = stays.sum(axis=(1, 2)) > room
     # Sorted in any case: for a branch the host would wait in every layer.
     ranked = jnp.sort(jnp.where(stays, scores, -jnp.inf).reshape(len(room), -1), axis=-1, descending=True)
-    least = jnp.take_along_axis(ranked, jnp.minimum(room, ranked.shape[1] - 1)[:, None], axis=-1)[..., None]
+    least = jnp.take_along_axis(ranked, room[:, None], axis=-1, mode="clip")[..., None]
     highest = (scores > least) | jnp.isposinf(scores) | ~full[:, None, None]  # the first tokens stay in any case
     return stays & highest, full
 
@@ -420,7 +418,7 @@ after_program = Program(OverMesh(_after_attention, (LAYER_WEIGHTS, ROWS, OUT), R
 end_program = Program(OverMesh(_end, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
 
-_named_program = Program(OverMesh(lambda lm, rows: rows.named_pages(), (CACHES,), CACHES))
+_named_program = Program(OverMesh(lambda lm, rows: rows.named_pages()[:-1].sum().reshape(1, 1), (CACHES,), CACHES))
 _compact_program = Program(OverMesh(lambda lm, rows, *, pages: rows.compacted(pages), (CACHES,), CACHES))
 
 

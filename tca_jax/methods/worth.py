@@ -78,7 +78,7 @@ class WorthCache(CachePolicy):
 
     def of_heads(self, settings: WorthSettings, heads: Heads) -> WorthSettings:
         """Settings of a layer for some of its KV heads."""
-        return settings._replace(maps=settings.maps[heads.numbers])
+        return settings if heads.axis is None else settings._replace(maps=settings.maps[heads.numbers])
 
     def score(
         self, settings: WorthSettings, x: Float[Array, "B L D"], positions: Int[Array, "B L"]

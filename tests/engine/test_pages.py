@@ -54,7 +54,7 @@ def prompt_of(rows, row, tokens, theta):
             Selection(chosen.astype(jnp.float32), budgets.astype(jnp.int32)), k, v, block_size=B
         )
         means = BlockMeans(*block_means(k, v, worth, worth < theta, B))
-        where = jnp.array([row]), selected.pool, k, v, jnp.array([length]), jnp.array([2_000])
+        where = row, selected.pool, k, v, jnp.array([length]), jnp.array([2_000])
         rows = write(rows, layer, *where, worth, means)
     return rows
 
@@ -149,7 +149,7 @@ def test_forked_rows_go_on_by_themselves(read):
 
 def test_rows_move_to_another_pool(read):
     rows, tokens, theta = read[0], copy.deepcopy(read[1]), read[2]
-    named = int(rows.named_pages()[0, 0])
+    named = int(rows.named_pages()[:-1].sum())
     assert rows.used_bytes == named * 2 * B * D * 4
     moved = rows.compacted(named).with_pages(60).with_widths(Widths(COLUMNS + 3, W, 2))
     assert moved.num_pages == named + 60
