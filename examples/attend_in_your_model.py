@@ -27,7 +27,7 @@ def main() -> None:
     # Offline: the sparsest candidate of each KV head that keeps enough attention mass.
     scores = tca_jax.calibration_scores(q, k, lengths, config).mean(axis=0)  # [H_kv, M + 1]
     candidates = choose_candidates(scores, config.tau)
-    masses = scores[:, 0].round(3).tolist()
+    masses = [f"{mass:.1%}" for mass in scores[:, 0]]
     print("candidate of each KV head:", candidates.tolist(), "retained mass at the sparsest:", masses)
 
     # Online, inside your own jitted function.

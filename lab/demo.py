@@ -16,13 +16,14 @@ from tca_jax.engine.contexts import ContextStats, prefill
 from tca_jax.engine.generation import generate
 from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.errors import require, require_name
-from tca_jax.lab.equal_bytes import with_bytes
 from tca_jax.lab.models import find, models_folder
 from tca_jax.lab.plots import plot_selected_tokens
 from tca_jax.lab.recall import Document, Question, build_document, is_correct
 from tca_jax.lab.recall.documents import hide
 from tca_jax.lab.recall.facts import Fact, draw_keys
 from tca_jax.loading import Checkpoint, open_checkpoint
+from tca_jax.methods.worth import BLOCK
+from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.progress import Report
 
 #: The default is the first one that is there.
@@ -116,7 +117,8 @@ def model_line(model: str) -> str:
     if model == SMOLLM2:
         return "Model: SmolLM2-135M-Instruct"
     remedy = "needs the gguf package: pip install gguf" if find(SMOLLM2) else "is a real one: `make models` fetches it"
-    return f"Model: {RECALL_TINY}, which ships with the package. SmolLM2-135M-Instruct {remedy}."
+    remark = "" if choose_model() == SMOLLM2 else f" SmolLM2-135M-Instruct {remedy}."
+    return f"Model: {RECALL_TINY}, which ships with the package.{remark}"
 
 
 def run_demo(
@@ -139,8 +141,9 @@ def run_demo(
     worth = full.with_profile(Profile.load(profiles / "profile"))
     window, columns = full, dict[str, Column]()
     for name in METHODS:
-        if name == "window":
-            window = with_bytes(full, "streaming", columns["worth"].share, len(ids))
+        if name == "window":  # the first tokens have a page, and the last block may have begun another
+            pages = int(columns["worth"].share * cdiv(len(ids), BLOCK)) - 1 - bool(len(ids) % BLOCK)
+            window = full.with_method("streaming", window=BLOCK * pages)
         lm = {"full": full, "worth": worth, "window": window}[name]
         report(f"{name}: compiling, and reading {len(ids):,} tokens", None, None)
         context = prefill(lm, ids)

@@ -30,7 +30,7 @@ def launched_in_order(mesh: _T) -> _T:
     return mesh
 
 
-ModelArgument = Annotated[str, typer.Argument(help="Alias, Hugging Face Hub id or local folder.", show_default=False)]
+ModelArgument = Annotated[str, typer.Argument(help="Alias, Hub id, folder or GGUF file.", show_default=False)]
 ProfileOption = Annotated[
     str | None, typer.Option(help='Profile folder, or "shipped" for a shipped model.', show_default="full attention")
 ]

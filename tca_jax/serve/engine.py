@@ -181,7 +181,7 @@ class Engine(AbstractContextManager["Engine"]):
     def document(self, document: str) -> Document:
         """A document by its id. ValueError if it is unknown."""
         found: Any = self._documents.by_id.get(document) if isinstance(document, str) else None
-        require(found is not None, f"unknown document {document!r}", UnknownDocument)
+        require(found is not None, f"unknown document {document!r}: upload it first", UnknownDocument)
         return found
 
     def prefix_of(self, tokens: list[int]) -> Document | None:
