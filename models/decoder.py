@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from tca_jax.errors import require
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.names import MODEL
-from tca_jax.models.projections import QuantizedLinear, by_chunks, dot_general, is_quantized, precision_of
+from tca_jax.models.projections import Linear, by_chunks, dot_general, is_quantized, precision_of
 from tca_jax.models.rope import apply_rope, rope_cos_sin
 
 # (layer, q [B, L, Hq, d], k [B, L, Hkv, d], v [B, L, Hkv, d], state) -> (out [B, L, Hq, d], new state)
@@ -25,15 +25,15 @@ Attention = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
 
 _INIT_STD = 0.02
 _SMALL_SUM = 2**18  # bytes; XLA computes sums up to this size in one kernel, in which each device reads all the others
-_CHUNK_ELEMENTS = 2**27  # of the MLP's inner width times the tokens of a chunk: 256 MiB in bfloat16
+_CHUNK_ELEMENTS = 2**27  # of the widest intermediate times the tokens of a chunk: 256 MiB in bfloat16
 
 
-def chunk_size(config: ModelConfig) -> int:
-    """Tokens that a layer processes at a time.
+def chunk_size(width: int) -> int:
+    """Tokens that a layer processes at a time where its widest intermediate has `width` features.
 
     A power of two, because padded lengths are multiples of one: the last chunk is then rarely a shorter one.
     """
-    return 2 ** int(math.log2(max(1, _CHUNK_ELEMENTS // config.intermediate_size)))
+    return 2 ** int(math.log2(max(1, _CHUNK_ELEMENTS // width)))
 
 
 class RMSNorm(nnx.Module):
@@ -80,20 +80,14 @@ class _Maker:
         std: float = _INIT_STD,
         sums: bool = False,
         **options: Any,
-    ) -> nnx.LinearGeneral | QuantizedLinear:
-        """y = x W + b, computed in `dtype`; W is `[in, *out]`, which XLA takes for a matrix without a copy.
+    ) -> Linear:
+        """A projection, computed in `dtype`; with `sums`, x and W may be parts, whose products are summed."""
+        options = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": self.rngs, "bias": bias} | options
+        options["init"] = functools.partial(_normal, std=std)
+        finish = sum_parts if sums and self.sharded else _unchanged
+        return Linear(in_features, out_features, finish=finish, **options)
 
-        With `sums`, x and W may be parts, whose products are summed.
-        """
-        init, finish = functools.partial(_normal, std=std), sum_parts if sums and self.sharded else _unchanged
-        options = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": self.rngs} | options
-        if is_quantized(options["param_dtype"]):
-            del options["param_dtype"]
-            return QuantizedLinear(in_features, out_features, bias=bias, init=init, finish=finish, **options)
-        options |= {"precision": precision_of(self.dtype), "dot_general": _dot_general(finish)}
-        return nnx.LinearGeneral(in_features, out_features, use_bias=bias, kernel_init=init, **options)
-
-    def into_residual(self, in_features: int, *, bias: bool) -> nnx.LinearGeneral | QuantizedLinear:
+    def into_residual(self, in_features: int, *, bias: bool) -> Linear:
         """A projection into the residual stream, so that its variance does not grow with depth (GPT-2)."""
         std = _INIT_STD / math.sqrt(2 * self.config.num_layers)
         return self.linear(in_features, self.config.hidden_size, bias=bias, std=std, sums=True)
@@ -164,6 +158,8 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = make.norm(make.config.hidden_size)
         self.mlp = GatedMLP(make)
         self.chunks = chunks
+        c = make.config
+        self.projected = (chunk_size((c.num_heads + 2 * c.num_kv_heads) * c.head_dim),)  # chunks of the first half
 
     def __call__(self, x: Float[Array, "B L D"], *of_attention: Any) -> tuple[Float[Array, "B L D"], Any]:
         """The new residual stream and state; arguments are those of `attend`."""
@@ -183,7 +179,7 @@ class DecoderLayer(nnx.Module):
         def project(x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
             return self.attention.project(self.attention_norm(x), cos, sin)
 
-        q, k, v = by_chunks(project, self.chunks, x, cos, sin)
+        q, k, v = by_chunks(project, self.projected, x, cos, sin)
         with jax.named_scope("attention"):
             out, state = attention(q, k, v, state)
         return out.astype(x.dtype), state
@@ -207,7 +203,7 @@ class Decoder(nnx.Module):
         dtype: Dtype of the residual stream and of matrix products. Norms, RoPE and logits are float32 anyway.
         param_dtype: Dtype that the weights are stored in; they are cast to `dtype` where they are used. An eight-bit
             one is that of projections and MLP, with scales (`models.projections`); all others are in `dtype`.
-        chunks: Tokens of the chunks in one step of a layer's loops over tokens; None for `chunk_size(config)`.
+        chunks: Tokens of the chunks in one step of the loop of a layer's second half; None for those of one device.
         sharded: Whether the weights are a shard of the model's, under `jax.shard_map` (`models.sharding`).
         rngs: Keys of the random initialisation: normal(0.02), projections into the residual stream scaled by
             1 / sqrt(2 layers).
@@ -227,7 +223,7 @@ class Decoder(nnx.Module):
         self.dtype, self.param_dtype = jnp.dtype(dtype), jnp.dtype(param_dtype)
         make, width = _Maker(config, self.dtype, self.param_dtype, sharded, rngs), config.hidden_size
         self.embedding = nnx.Param(_normal(rngs.params(), (config.vocab_size, width), make.outer_dtype))
-        of_layer = chunks or (chunk_size(config),)
+        of_layer = chunks or (chunk_size(config.intermediate_size),)
         self.layers = nnx.List([DecoderLayer(make, of_layer) for _ in range(config.num_layers)])
         self.norm = make.norm(width)
         of_head = {"sums": True, "param_dtype": make.outer_dtype, "preferred_element_type": jnp.float32}
@@ -336,9 +332,3 @@ def slice_width(x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens part"]:
     """This device's part of features that all devices on "model" have."""
     width = x.shape[-1] // jax.lax.axis_size(MODEL)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(MODEL) * width, width, axis=-1)
-
-
-@functools.lru_cache(maxsize=8)
-def _dot_general(sum_parts: Callable[[Array], Array]) -> Callable[..., Array]:
-    """One object for one function: decoders are equal, and share programs, where their parts are."""
-    return functools.partial(dot_general, finish=sum_parts)

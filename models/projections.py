@@ -128,10 +128,10 @@ def quantize(
     return codes.astype(E4M3), scale
 
 
-class QuantizedLinear(nnx.Module):
-    """y = x W^T + b with W in e4m3: the counterpart of `nnx.LinearGeneral` in `dtype`, without a gradient of W.
+class Linear(nnx.Module):
+    """y = x W + b in `dtype`, with W `[in, *out]`, or in e4m3 `[*out, in]` with scales and without a gradient.
 
-    `init` gives initial weights, which are quantized; `finish` sums products over the devices.
+    `init` gives initial weights; `finish` sums products over the devices.
     """
 
     def __init__(
@@ -141,19 +141,34 @@ class QuantizedLinear(nnx.Module):
         *,
         bias: bool,
         dtype: DTypeLike,
+        param_dtype: DTypeLike,
         init: Callable[..., Array],
         finish: Callable[[Array], Array],
         rngs: nnx.Rngs,
+        preferred_element_type: DTypeLike | None = None,
     ) -> None:
         out = (out_features,) if isinstance(out_features, int) else out_features
-        codes, scale = quantize(init(rngs.params(), (*out, in_features), jnp.float32))
-        self.codes, self.scale = nnx.Param(codes), nnx.Param(scale)
-        self.bias = nnx.Param(jnp.zeros(out, dtype)) if bias else None
-        self.dtype, self.finish = jnp.dtype(dtype), finish
+        self.quantized = is_quantized(param_dtype)
+        if self.quantized:
+            codes, scale = quantize(init(rngs.params(), (*out, in_features), jnp.float32))
+            self.codes, self.scale = nnx.Param(codes), nnx.Param(scale)
+        else:
+            self.kernel = nnx.Param(init(rngs.params(), (in_features, *out), param_dtype))
+        self.bias = nnx.Param(jnp.zeros(out, dtype if self.quantized else param_dtype)) if bias else None
+        self.dtype, self.finish, self.result = jnp.dtype(dtype), finish, preferred_element_type
 
     def __call__(self, x: Float[Array, "*tokens n"]) -> Float[Array, "*tokens *out"]:
-        y = self.finish(quantized_product(x.astype(self.dtype), self.codes[...], self.scale[...]))
-        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+        x = x.astype(self.dtype)
+        if self.quantized:
+            y, out = self.finish(quantized_product(x, self.codes[...], self.scale[...])), self.scale.shape
+        else:  # flat, or cuBLAS does not add the bias
+            kernel, axes = self.kernel[...].astype(self.dtype), (((x.ndim - 1,), (0,)), ((), ()))
+            options = {"precision": precision_of(self.dtype), "preferred_element_type": self.result}
+            y = dot_general(x, kernel.reshape(len(kernel), -1), axes, finish=self.finish, **options)
+            out = kernel.shape[1:]
+        flat = y.reshape(*x.shape[:-1], -1)
+        flat = flat if self.bias is None else flat + self.bias[...].astype(self.dtype).reshape(-1)
+        return flat.reshape(*x.shape[:-1], *out)
 
 
 def quantized_product(

@@ -66,9 +66,9 @@ def _overlapping_chunks(config: ModelConfig, devices: int) -> tuple[int, ...]:
     They differ in size, or XLA would fuse their additions, which then wait for all sums. One device sums nothing.
     """
     if devices == 1:
-        return (chunk_size(config),)
+        return (chunk_size(config.intermediate_size),)
     least = -(-devices * _PART_ELEMENTS // config.hidden_size)
-    chunk = max(chunk_size(config), 1 << max(0, least - 1).bit_length())
+    chunk = max(chunk_size(config.intermediate_size), 1 << max(0, least - 1).bit_length())
     return tuple(max(1, part * chunk // 16) for part in _OVERLAPPING)
 
 

@@ -23,7 +23,7 @@ from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.block_mass import sampled_positions
 from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, quotient_and_remainder, shared_memory
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
-from tca_jax.pallas_kernels.triton_call import check_supported, dot, triton_call
+from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
 _MOST_ROWS = 256  # of a program
 _MOST_BYTES = 2**29  # of the highest scores of a part of the tiles
@@ -90,7 +90,7 @@ def block_mass(
     queries = queries.reshape(batch, parts * part, config.tiles * (block_size // stride), kv_heads, group, head_dim)
     queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)
     places = jnp.repeat(positions.reshape(batch, parts * part, -1), group, axis=-1)
-    kernel = partial(_peaks, block_size=block_size, held=held, totals=largest, config=config)
+    kernel = partial(_peaks, block_size=block_size, held=held, totals=largest, config=config, interpret=interpret)
 
     def of_part(number: Array) -> Float32[Array, "B Hkv t N"]:
         first = number * part
@@ -148,6 +148,7 @@ def _peaks(
     held: int,
     totals: bool,
     config: BlockMassConfig,
+    interpret: bool,
 ) -> None:
     """The highest score or the log-sum-exp, to base 2, of each row of a program in each block up to its last tile."""
     _, _, part, count, head_dim = q_ref.shape
@@ -177,8 +178,9 @@ def _peaks(
                 scores = jnp.where(token[None, :] <= place[:, None], scores, MASKED)
             higher = jnp.maximum(peak, jnp.max(scores, axis=1))
             if totals:
-                powers = jnp.sum(jnp.exp2(scale * (scores - higher[:, None])), axis=1)
-                total = total * jnp.exp2(scale * (peak - higher)) + powers
+                shift = jnp.broadcast_to(-scale * higher[:, None], scores.shape)
+                powers = scaled_exp2(scores, scale, shift, interpret=interpret)
+                total = total * jnp.exp2(scale * (peak - higher)) + jnp.sum(powers, axis=1)
             peak = higher
         found = scale * peak + jnp.log2(total) if totals else scale * peak
         pltriton.store(out_ref.at[row, head, program, block, :], found)

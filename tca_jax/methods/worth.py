@@ -84,7 +84,8 @@ class WorthCache(CachePolicy):
         self, settings: WorthSettings, x: Float[Array, "B L D"], positions: Int[Array, "B L"]
     ) -> Float32[Array, "B H L"]:
         """Predicted worth, by the hidden states at the input of the layer's projections."""
-        worth = jnp.einsum("bld,hd->blh", x, settings.maps[:, :-1], preferred_element_type=jnp.float32)
+        maps = settings.maps[:, :-1].astype(x.dtype)  # profiles store bfloat16
+        worth = jnp.einsum("bld,hd->blh", x, maps, preferred_element_type=jnp.float32)
         worth += settings.maps[:, -1]
         return jnp.where(positions[..., None] < FIRST, jnp.inf, worth).swapaxes(1, 2)
 

@@ -84,7 +84,8 @@ def test_score_is_the_log_softmax_of_positions(lm, method, monkeypatch):
     def attention(layer, q, k, v, state):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True), None
 
-    hidden, _ = lm.decoder(jnp.array([prompts[1]]), jnp.arange(83)[None], attention, (None, None))
+    with jax.default_matmul_precision("highest"):
+        hidden, _ = lm.decoder(jnp.array([prompts[1]]), jnp.arange(83)[None], attention, (None, None))
     expected = jax.nn.log_softmax(lm.decoder.logits(hidden[0]))[jnp.arange(82), jnp.array(prompts[1][1:])]
     np.testing.assert_allclose(first, expected, atol=2e-5)
 

@@ -16,7 +16,7 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.models.projections import (
     E4M3,
     LARGEST_CODE,
-    QuantizedLinear,
+    Linear,
     by_chunks,
     dot_general,
     quantize,
@@ -125,7 +125,7 @@ def test_quantized_products_are_those_of_dequantized_weights(tokens, dtype):
 
 def test_a_linear_adds_its_bias_last():
     options = {"dtype": jnp.float32, "init": jax.random.normal, "finish": lambda y: 2 * y, "rngs": nnx.Rngs(0)}
-    linear = QuantizedLinear(8, (3, 2), bias=True, **options)
+    linear = Linear(8, (3, 2), bias=True, param_dtype=E4M3, **options)
     linear.bias[...] = normal(5, 3, 2)
     x = normal(0, 4, 8)
     dense = np.asarray(linear.codes[...], np.float32) * np.asarray(linear.scale[...])[..., None]
