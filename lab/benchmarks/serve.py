@@ -80,7 +80,7 @@ class Load:
     @property
     def room(self) -> int:
         """Tokens of a question and its answer, or of timed steps."""
-        return self.question_tokens + max(self.answer_tokens, STEPS + 4 * self.rows)
+        return self.question_tokens + max(self.answer_tokens, 2 * STEPS + 4 * self.rows)
 
 
 class Served:
@@ -107,10 +107,10 @@ class Served:
     def time_steps(self, rows: int, copied: float) -> common.Row:
         """A decoding step with `rows` answers about different documents; `copied` is the rate of the floor."""
         ids = [self.ids[i % len(self.ids)] for i in range(rows)]
-        streams = [self._ask(id_, STEPS + 4 * rows) for id_ in ids]
+        streams = [self._ask(id_, 2 * STEPS + 4 * rows) for id_ in ids]
         for stream in streams:
             wait_for(stream, 1)
-        before = len(streams[-1].tokens) + 1
+        before = len(streams[-1].tokens) + STEPS  # until then, all programs of steps are there
         wait_for(streams[-1], before)
         begin = time.perf_counter()
         wait_for(streams[-1], before + STEPS)
