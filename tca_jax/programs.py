@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import os
 import threading
 import time
@@ -67,15 +68,21 @@ class Program:
 
     def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> _Key:
         leaves, structure = jax.tree.flatten(args)
-        shapes = tuple((jax.typeof(leaf), _sharding(leaf)) for leaf in leaves)
+        shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
+        on_mesh = (None if isinstance(sharding, SingleDeviceSharding) else sharding for sharding in shardings)
+        shapes = tuple(zip(map(jax.typeof, leaves), on_mesh, strict=True))
         options = tuple(sorted(static.items())), _OPTIONS.jax_default_matmul_precision
         return _Key((self, structure, shapes, *options))
 
     def _lower(self, args: Sequence[Any], static: Mapping[str, Any]) -> Any:
-        function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives
+        function, collects = functools.partial(self.function), gc.isenabled()  # JAX keeps programs while that lives
         options = _ONE_LAYER if self._one_layer and jax.default_backend() == "gpu" else None
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate, compiler_options=options)
-        return jitted.lower(*args, **static)
+        gc.disable()  # many new objects and little garbage: collections would take a tenth of the time
+        try:
+            return jitted.lower(*args, **static)
+        finally:
+            (gc.enable if collects else gc.disable)()
 
     def _start(self, args: Sequence[Any], static: Mapping[str, Any], place: Any) -> Compiled:
         key, begun = self._key(args, static), time.perf_counter()
@@ -118,12 +125,6 @@ class Compiled:
             return executable(*args)
         with jax.set_mesh(args[0].mesh):
             return executable(args[0], *self.place(args[0], args[1:]))
-
-
-def _sharding(leaf: Any) -> Any:
-    """Of an array on a mesh; None for one on a single device, and for its shape."""
-    sharding = getattr(leaf, "sharding", None)
-    return None if isinstance(sharding, SingleDeviceSharding) else sharding
 
 
 def forget_programs() -> None:

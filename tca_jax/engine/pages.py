@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from tca_jax.engine.mesh import STATIC, PerDevice, on_host
 from tca_jax.errors import require
 from tca_jax.methods.base import BlockMeans
-from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.kv import Pages, Stored, decode, empty, encode
 from tca_jax.pallas_kernels.kv import Pool as CompactTokens
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
@@ -183,7 +182,7 @@ class Rows(PerDevice):
         kept_pages = jnp.full((batch, heads, self.columns), none, jnp.int32)
         writes: list[tuple[Array, ...]] = []  # page numbers, and keys and values [n, b, d]
         if kept is not None and self.columns:
-            kept_pages, free = free.take(divide_up(kept.lengths, b), self.columns, none)
+            kept_pages, free = free.take(-(-kept.lengths // b), self.columns, none)
             room = (kept_pages < none).sum(axis=-1, dtype=jnp.int32) * b
             held = jnp.minimum(kept.lengths, room).astype(jnp.int32)
             source = (kept.offsets // b)[..., None] + jnp.arange(self.columns)
@@ -207,7 +206,7 @@ class Rows(PerDevice):
         if scored is not None and means is not None:
             columns, blocks = scored.pages.shape[-1], start // b
             rest = (0, columns * b - means.bias.shape[-1])
-            number, free = free.take(jnp.repeat(divide_up(blocks, b)[:, None], heads, axis=1), columns, none)
+            number, free = free.take(jnp.repeat(-(-blocks // b)[:, None], heads, axis=1), columns, none)
             all_means = (jnp.pad(x, ((0, 0), rest, (0, 0), (0, 0))) for x in (means.k, means.v))
             writes.append((number, *(_as_pages(x, b) for x in all_means)))
             bias = jnp.pad(jnp.maximum(means.bias, MASKED), ((0, 0), (0, 0), rest), constant_values=MASKED)

@@ -408,7 +408,7 @@ def last_queries(q: Float[Array, "B L Hq d"], lengths: Int[Array, " B"], count: 
     if count is None:
         return q
     positions = jnp.clip(lengths[:, None] + jnp.arange(-count, 0), 0, q.shape[1] - 1)
-    return jnp.take_along_axis(q, positions[:, :, None, None], axis=1)
+    return jnp.take_along_axis(q, positions[:, :, None, None], axis=1, mode="clip")
 
 
 def compact(

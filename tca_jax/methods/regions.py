@@ -185,6 +185,6 @@ def selected_pairs(
         blocks = np.arange(budgets.shape[-1] + 1)  # of queries; a last one that is cut off has no budget
         edges = np.maximum(0, blocks - window // block_size)
         queries = jnp.clip(lengths[:, None] - blocks * block_size, 0, block_size)
-        local = queries * ((blocks - edges) * block_size) + queries * (queries + 1) // 2
+        local = queries * ((blocks - edges) * block_size) + (queries * (queries + 1) >> 1)
         prefixes = jnp.pad(jnp.cumsum(budgets, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
         return sum_of_counts(local[:, None] + queries[:, None] * prefixes[..., edges])

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -183,23 +184,19 @@ def block_means(
     With p the weights, a query's log sum of exp(q.k_j) is at least q.(sum p_j k_j) + entropy(p). -inf without members.
     """
     (batch, length, kv_heads, _), blocks = k.shape, cdiv(k.shape[1], block_size)
-    rest = blocks * block_size - length
-    shape = (batch, kv_heads, blocks, block_size)
-    there = jnp.pad(members, ((0, 0), (0, 0), (0, rest))).reshape(shape)
-    logits = jnp.where(there, jnp.pad(worth, ((0, 0), (0, 0), (0, rest))).reshape(shape), MASKED)
+    if rest := blocks * block_size - length:
+        members, worth = (jnp.pad(x, ((0, 0), (0, 0), (0, rest))) for x in (members, worth))
+        k, v = (jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))) for x in (k, v))
+    there, worth = (x.reshape(batch, kv_heads, blocks, block_size) for x in (members, worth))
+    logits = jnp.where(there, worth, MASKED)
     logits -= logits.max(axis=-1, keepdims=True)
     p = jnp.where(there, jnp.exp(logits), 0)
     total = jnp.maximum(p.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     p /= total
     entropy = (jnp.log(total) - (p * logits).sum(axis=-1, keepdims=True))[..., 0]
+    tokens = (x.reshape(batch, blocks, block_size, kv_heads, -1) for x in (k, v))
     mean_k, mean_v = (
-        jnp.einsum(
-            "bhnt,bnthd->bnhd",
-            p.astype(x.dtype),
-            jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))).reshape(batch, blocks, block_size, kv_heads, -1),
-            preferred_element_type=jnp.float32,
-        )
-        for x in (k, v)
+        jnp.einsum("bhnt,bnthd->bnhd", p.astype(x.dtype), x, preferred_element_type=jnp.float32) for x in tokens
     )
     return BlockMeans(mean_k, mean_v, jnp.where(there.any(axis=-1), entropy, -jnp.inf))
 
@@ -211,7 +208,8 @@ def _pairs(
     blocks = far.counts.shape[-1]
     queries = jnp.clip(lengths[:, None] - jnp.arange(blocks) * block_size, 0, block_size)[:, None]  # of each tile
     unselected = block_size - jnp.pad(budgets, ((0, 0), (0, 0), (0, blocks - budgets.shape[-1])))
-    listed = jnp.take_along_axis(unselected[:, :, None], far.blocks // block_size, axis=-1)
+    numbers = jax.lax.div(far.blocks, block_size)
+    listed = jnp.take_along_axis(unselected[:, :, None], numbers, axis=-1, mode="clip")
     of_blocks = jnp.where(jnp.arange(far.blocks.shape[-1]) < far.counts[..., None], listed, 0).sum(axis=-1)
     over = jnp.arange(blocks) < far.mean_counts[..., None]
     means = ((far.mean_bias > -jnp.inf) & over).sum(axis=-1)
