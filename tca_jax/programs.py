@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import os
 import threading
 import time
@@ -75,14 +74,10 @@ class Program:
         return _Key((self, structure, shapes, *options))
 
     def _lower(self, args: Sequence[Any], static: Mapping[str, Any]) -> Any:
-        function, collects = functools.partial(self.function), gc.isenabled()  # JAX keeps programs while that lives
+        function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives
         options = _ONE_LAYER if self._one_layer and jax.default_backend() == "gpu" else None
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate, compiler_options=options)
-        gc.disable()  # many new objects and little garbage: collections would take a tenth of the time
-        try:
-            return jitted.lower(*args, **static)
-        finally:
-            (gc.enable if collects else gc.disable)()
+        return jitted.lower(*args, **static)
 
     def _start(self, args: Sequence[Any], static: Mapping[str, Any], place: Any) -> Compiled:
         key, begun = self._key(args, static), time.perf_counter()
