@@ -70,6 +70,6 @@ def _spread(scores: Float32[Array, "B Hkv L"], spread: int, decay: float) -> Flo
     reach = 1
     while reach < spread:
         step = min(reach, spread - reach)
-        earlier = jnp.pad(scores[..., :-step], ((0, 0), (0, 0), (step, 0)))
+        earlier = jax.lax.pad(scores, jnp.float32(0), ((0, 0, 0), (0, 0, 0), (step, -step, 0)))  # moved by a step
         scores, reach = jnp.maximum(scores, decay**step * earlier), reach + step
     return scores
