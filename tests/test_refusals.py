@@ -124,6 +124,7 @@ WRONG_TYPES = [
     (lambda: encode([USER | {"role": 3}]), r"texts\[0\]\[0\]\['role'\] = 3: must be a string"),
     (lambda: encode([USER | {"content": 3}]), r"\['content'\] is of type int: must be a string, or a list of parts"),
     (lambda: lm().with_method(methods.get("full"), sinks=3), r"options \['sinks'\] go with a method's name"),
+    (lambda: lm().with_profile("shipped"), "profile is of type str: must be a Profile, as tca_jax.Profile.load"),
 ]
 WRONG_VALUES = [
     (lambda: tca_jax.load("recall-tiny", "shipped", kept=1.5), r"kept = 1\.5: must be in \(0, 1\]"),

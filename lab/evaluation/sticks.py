@@ -27,7 +27,7 @@ Methods = Mapping[tuple[str, float | None], list[Record]]  # records by method a
 ModelArgument = Annotated[str, typer.Argument(help="As for tca_jax.load.")]
 OutOption = Annotated[Path, typer.Option(help="File that records are appended to.")]
 MethodsOption = Annotated[str, typer.Option(help="Names of methods, by commas.")]
-ProfileOption = Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of a TCA profile; repeatable.")]
+ProfileOption = Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of a profile; repeatable.")]
 TokensOption = Annotated[int, typer.Option(min=1)]
 TextsOption = Annotated[Path | None, typer.Option(help="Folder of `lab.evaluation.texts`.")]
 

@@ -244,22 +244,21 @@ class LM:
 
         Raises:
             ValueError: the profile belongs to another model or shape.
+            TypeError: it is no profile, such as the name of its folder.
         """
         if profile is None:
             return self.with_method(BASELINE)
+        require_type("profile", profile, ProfileLike, "a Profile, as tca_jax.Profile.load gives it, or None")
         profile.validate_for(self.config, self.fingerprint, self.name)
         return dataclasses.replace(self.with_method(profile.method()), settings=profile.settings())
 
     @functools.cached_property
     def for_programs(self) -> LM:
-        """The model without the fields that programs ignore, so that another tokenizer or name compiles nothing.
-
-        On one device its weights are dicts, whose leaves are found faster.
-        """
+        """The model without the fields that programs ignore, so that another tokenizer or name compiles nothing."""
         method = dataclasses.replace(self.method, cache=self.method.cache.for_programs())
         lm = self._with(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None, method=method)
         if lm.mesh is None and isinstance(lm.params, nnx.State):
-            lm = lm._with(params=nnx.to_pure_dict(lm.params))
+            lm = lm._with(params=nnx.to_pure_dict(lm.params))  # whose leaves are found faster
         vars(lm)["for_programs"] = lm
         return lm
 
