@@ -141,11 +141,12 @@ def _select_or_clear(
 
     @pl.when(work >= blocks)
     def _() -> None:
-        def clear(i: Array, _: None) -> None:
-            begin = jnp.where(i == 0, offsets_ref[region] + kept_ref[region], 0)
-            _clear((k_pool_ref, v_pool_ref), *_gap(offsets_ref, kept_ref, region - i, begin), work - blocks, clearers)
+        gap = _gap(offsets_ref, kept_ref, region, offsets_ref[region] + kept_ref[region])
+        _clear((k_pool_ref, v_pool_ref), *gap, work - blocks, clearers)
 
-        lax.fori_loop(0, jnp.where(region == 0, 2, 1), clear, None)  # the first region's also the start of the pool
+    @pl.when((work >= blocks) & (region == 0))
+    def _() -> None:
+        _clear((k_pool_ref, v_pool_ref), *_gap(offsets_ref, kept_ref, -1, 0), work - blocks, clearers)
 
 
 def _ranked_slots(scores_ref: Any, region: Array, first: Array, budget: Array, block_size: int) -> Array:
