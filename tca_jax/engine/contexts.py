@@ -192,7 +192,7 @@ class Context:
         require(
             made.method_description == own.method_description,
             f"context was made under method {made.method!r}{options}, and {own.model!r} runs under {own.method!r}: "
-            "read the document under this method",
+            "load the model under that method, or read the document again",
         )
         how = "with kv='fp8'" if held == CODES else f"in dtype {held}" + (", without kv" if wanted == CODES else "")
         dtypes = f"context holds {held} and the cache of {own.model!r} {wanted}"
