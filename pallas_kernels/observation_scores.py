@@ -15,6 +15,8 @@ from tca_jax.errors import check_integer, require
 from tca_jax.pallas_kernels.checks import check_shapes
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
 
+_MOST_ENTRIES = 2**27  # of the attention of the last queries that lie in memory at once
+
 
 @partial(jax.jit, static_argnames=("spread", "decay"))
 @jax.named_scope("observation_scores")
@@ -57,10 +59,11 @@ def observation_scores(
 
     def of_head(head: tuple[Array, Array]) -> Float32[Array, "B L"]:
         logits = jnp.where(seen, scaled_scores("bogd,bkd->bogk", *head), MASKED)
-        probabilities = jnp.exp(logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
-        return jnp.where(seen, probabilities, 0).max(axis=(1, 2))
+        return jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0).max(axis=(1, 2))
 
-    largest = jax.lax.map(of_head, (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(k, 2, 0)))
+    at_once = max(1, _MOST_ENTRIES // (q_last[:, :, 0, 0].size * (q_last.shape[2] // kv_heads) * length))
+    heads = jnp.moveaxis(queries, 2, 0), jnp.moveaxis(k, 2, 0)
+    largest = jax.lax.map(of_head, heads, batch_size=min(kv_heads, at_once))
     spread_scores = _spread(jnp.moveaxis(largest, 0, 1), min(spread, length), decay)
     return jnp.where(jnp.arange(length) < lengths[:, None, None], spread_scores, 0)
 

@@ -85,7 +85,7 @@ def block_mass(
     tiles = parts * part * config.tiles
     positions = jnp.minimum(sampled_positions(lengths, tiles, block_size, stride), length - 1)  # [B, N', S]
     places = positions.reshape(batch, -1)
-    queries = jnp.take_along_axis(q, places[..., None, None], axis=1)
+    queries = jnp.take_along_axis(q, places[..., None, None], axis=1, mode="promise_in_bounds")
     # Rows of a tile side by side: [B, Hkv, programs, tiles x S x G, d].
     queries = queries.reshape(batch, parts * part, config.tiles * (block_size // stride), kv_heads, group, head_dim)
     queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)

@@ -127,14 +127,13 @@ class Regions:
             block_size: Tokens in a block, b.
             backend: Kernel backend.
         """
-        ends = jnp.cumsum(selection.budgets, axis=-1, dtype=jnp.int32)
-        capacities = jnp.asarray(self.capacities, jnp.int32)
-        if self.shared is None:
-            offsets = jnp.asarray(self.offsets, jnp.int32)
-        else:
-            offsets, capacities = self._divided(jnp.minimum(ends[..., -1], capacities))
-        ends = jnp.minimum(ends, capacities[..., None])
-        budgets = jnp.diff(ends, axis=-1, prepend=0)
+        budgets, offsets = selection.budgets, jnp.asarray(self.offsets, jnp.int32)
+        if self.shared is not None or min(self.capacities) < budgets.shape[-1] * block_size:  # not all may fit
+            ends = jnp.cumsum(budgets, axis=-1, dtype=jnp.int32)
+            capacities = jnp.asarray(self.capacities, jnp.int32)
+            if self.shared is not None:
+                offsets, capacities = self._divided(jnp.minimum(ends[..., -1], capacities))
+            budgets = jnp.diff(jnp.minimum(ends, capacities[..., None]), axis=-1, prepend=0)
         pool = select_tokens(
             selection.scores,
             budgets,

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -167,9 +166,13 @@ def attend_by_worth(
         bias,
         jnp.broadcast_to(mean_counts, counts.shape).astype(jnp.int32),
     )
-    sizes: dict[str, Any] = {"block_size": block_size, "window": window, "backend": backend}
-    out = prefill_attention(q, k, v, kept.pool, kept.budgets, lengths, far=far, **sizes)
-    return out, _pairs(far, kept.budgets, lengths, block_size, window)
+    sizes: dict[str, Any] = {"block_size": block_size, "window": window}
+    out = prefill_attention(q, k, v, kept.pool, kept.budgets, lengths, far=far, **sizes, backend=backend)
+    queries = jnp.clip(lengths[:, None] - block * block_size, 0, block_size)[:, None]  # of each tile
+    rest = jnp.pad(kept.budgets, ((0, 0), (0, 0), (0, blocks - kept.budgets.shape[-1])))
+    keys = jnp.where(read, block_size - rest[:, :, None], settings.means & (bias > -jnp.inf)).sum(axis=-1)
+    pairs = selected_pairs(kept.budgets, lengths, **sizes) + sum_of_counts(queries * keys)
+    return out, pairs.mean(axis=-1)
 
 
 def block_means(
@@ -199,19 +202,3 @@ def block_means(
         jnp.einsum("bhnt,bnthd->bnhd", p.astype(x.dtype), x, preferred_element_type=jnp.float32) for x in tokens
     )
     return BlockMeans(mean_k, mean_v, jnp.where(there.any(axis=-1), entropy, -jnp.inf))
-
-
-def _pairs(
-    far: FarBlocks, budgets: Int[Array, "B Hkv nb"], lengths: Int[Array, " B"], block_size: int, window: int
-) -> Float32[Array, " B"]:
-    """Attended pairs of a query and a key or mean, of each row, the mean over heads."""
-    blocks = far.counts.shape[-1]
-    queries = jnp.clip(lengths[:, None] - jnp.arange(blocks) * block_size, 0, block_size)[:, None]  # of each tile
-    unselected = block_size - jnp.pad(budgets, ((0, 0), (0, 0), (0, blocks - budgets.shape[-1])))
-    numbers = jax.lax.div(far.blocks, block_size)
-    listed = jnp.take_along_axis(unselected[:, :, None], numbers, axis=-1, mode="clip")
-    of_blocks = jnp.where(jnp.arange(far.blocks.shape[-1]) < far.counts[..., None], listed, 0).sum(axis=-1)
-    over = jnp.arange(blocks) < far.mean_counts[..., None]
-    means = ((far.mean_bias > -jnp.inf) & over).sum(axis=-1)
-    pairs = selected_pairs(budgets, lengths, block_size=block_size, window=window)
-    return (pairs + sum_of_counts(queries * (of_blocks + means))).mean(axis=-1)
