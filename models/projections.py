@@ -163,7 +163,7 @@ class Linear(nnx.Module):
             y, out = self.finish(quantized_product(x, self.codes[...], self.scale[...])), self.scale.shape
         else:  # flat, or cuBLAS does not add the bias
             kernel, axes = self.kernel[...].astype(self.dtype), (((x.ndim - 1,), (0,)), ((), ()))
-            options = {"precision": precision_of(self.dtype), "preferred_element_type": self.result}
+            options: Any = {"precision": precision_of(self.dtype), "preferred_element_type": self.result}
             y = dot_general(x, kernel.reshape(len(kernel), -1), axes, finish=self.finish, **options)
             out = kernel.shape[1:]
         flat = y.reshape(*x.shape[:-1], -1)
