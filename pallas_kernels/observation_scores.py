@@ -54,14 +54,13 @@ def observation_scores(
         return jnp.zeros((batch, kv_heads, 0), jnp.float32)
     positions = jnp.minimum(lengths, length)[:, None] - observed + jnp.arange(observed)  # [B, o]
     seen = (jnp.arange(length) <= positions[..., None])[:, :, None]  # [B, o, 1, L]
-    queries = jnp.where((positions >= 0)[..., None, None], q_last, 0)
-    queries = queries.reshape(batch, observed, kv_heads, -1, head_dim)
+    queries = jnp.where((positions >= 0)[..., None, None], q_last, 0).reshape(batch, observed, kv_heads, -1, head_dim)
 
     def of_head(head: tuple[Array, Array]) -> Float32[Array, "B L"]:
         logits = jnp.where(seen, scaled_scores("bogd,bkd->bogk", *head), MASKED)
         return jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0).max(axis=(1, 2))
 
-    at_once = max(1, _MOST_ENTRIES // (q_last[:, :, 0, 0].size * (q_last.shape[2] // kv_heads) * length))
+    at_once = max(1, _MOST_ENTRIES // (batch * observed * queries.shape[3] * length))
     heads = jnp.moveaxis(queries, 2, 0), jnp.moveaxis(k, 2, 0)
     largest = jax.lax.map(of_head, heads, batch_size=min(kv_heads, at_once))
     spread_scores = _spread(jnp.moveaxis(largest, 0, 1), min(spread, length), decay)

@@ -19,9 +19,11 @@ from jax.sharding import SingleDeviceSharding
 # process 65,530.
 _MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 
+# XLA takes a pool that a program overwrites for two, and would compute parts twice to save memory that is not used.
+_ON_GPU = {"xla_disable_hlo_passes": "rematerialization"}
 # For programs of a layer of prompts: no CUDA graphs, since updating one with another layer's addresses takes longer
 # than launches; and products by cuBLAS alone: XLA's own kernels are no faster, and trying them doubles compilation.
-_ONE_LAYER = {"xla_gpu_graph_min_graph_size": 2**30, "xla_gpu_enable_triton_gemm": False}
+_ONE_LAYER = _ON_GPU | {"xla_gpu_graph_min_graph_size": 2**30, "xla_gpu_enable_triton_gemm": False}
 _OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
 _kept: dict[_Key, Compiled] = {}  # least recently used first
 _compilers = ThreadPoolExecutor(4, thread_name_prefix="tca-jax-compile")
@@ -75,7 +77,8 @@ class Program:
 
     def _lower(self, args: Sequence[Any], static: Mapping[str, Any]) -> Any:
         function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives
-        options = _ONE_LAYER if self._one_layer and jax.default_backend() == "gpu" else None
+        on_gpu: Any = _ONE_LAYER if self._one_layer else _ON_GPU
+        options = on_gpu if jax.default_backend() == "gpu" else None
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate, compiler_options=options)
         return jitted.lower(*args, **static)
 

@@ -96,10 +96,7 @@ class Steps:
         if not lm.method.cache.by_scores:
             return self.take(state, None, leaving)
 
-        def of_layer(layer: Array, rows: Rows) -> Rows:
-            return evict_scored_block(lm, layer, rows, rows.start, leaving)
-
-        rows = jax.lax.fori_loop(0, lm.config.num_layers, of_layer, state.cache)
+        rows = evict_scored_block(lm, None, state.cache, state.cache.start, leaving)
         start = rows.start + jnp.where(leaving, rows.page_size, 0)
         return dataclasses.replace(state, cache=dataclasses.replace(rows, start=start))
 
@@ -164,12 +161,16 @@ class Steps:
 
 
 def evict_scored_block(
-    lm: LM, layer: int | Array, rows: Rows, start: Int[Array, " R"], leaving: Bool[Array, " R"]
+    lm: LM, layer: int | Array | None, rows: Rows, start: Int[Array, " R"], leaving: Bool[Array, " R"]
 ) -> Rows:
-    """Keeps the tokens of high scores from the block that leaves the window, in rows where one leaves."""
+    """Keeps the tokens of high scores from the blocks that leave windows, in a layer or all at once (None)."""
     policy: Any = lm.method.cache
-    scored: Any = rows.scored
-    chosen = policy.stays(lm.scored_settings(layer), scored.scores[layer][..., : rows.page_size])
+    oldest = rows.scored.scores[..., : rows.page_size]  # type: ignore[union-attr]
+
+    def stays(layer: Any, scores: Float32[Array, "R H b"]) -> Bool[Array, "R H b"]:
+        return policy.stays(lm.scored_settings(layer), scores)
+
+    chosen = jax.vmap(stays)(jnp.arange(len(oldest)), oldest) if layer is None else stays(layer, oldest[layer])
     return rows.evict(layer, leaving, chosen, start)
 
 

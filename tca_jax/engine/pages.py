@@ -26,7 +26,6 @@ from tca_jax.pallas_kernels.kv import Pages, Stored, decode, empty, encode
 from tca_jax.pallas_kernels.kv import Pool as CompactTokens
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 
-_of_layer = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
 _take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
 
@@ -299,9 +298,9 @@ class Rows(PerDevice):
 
     def evict(
         self,
-        layer: int | Array,
+        layer: int | Array | None,  # None for all layers at once
         leaving: Bool[Array, " R"],  # rows whose oldest block leaves the window
-        chosen: Bool[Array, "R H b"],  # its tokens that stay
+        chosen: Bool[Array, "*layers R H b"],  # its tokens that stay
         start: Int[Array, " R"],  # first positions of that block
     ) -> Rows:
         """Moves the chosen tokens of the oldest block to pages of kept tokens; others leave their mean, if any do.
@@ -310,8 +309,7 @@ class Rows(PerDevice):
         """
         b, none, columns = self.page_size, self.num_pages, self.columns
         table, kept, free = _of_layer(self.pages, layer), _of_layer(self.kept, layer), self.free
-        oldest, out = table[..., columns], leaving[:, None]
-        stays = out[..., None] & chosen
+        oldest, out, stays = table[..., columns], leaving[:, None], leaving[:, None, None] & chosen
         pools, had = (self.k, self.v), -(-kept // b)
         blocks = jax.tree.map(lambda x: x.at[oldest].get(mode="clip"), pools)
         kept_pages = table[..., :columns]
@@ -338,18 +336,17 @@ class Rows(PerDevice):
                 here = (jnp.arange(columns_of_means) == column) & opens[..., None]
                 mean_pages = jnp.where(here, fresh, _of_layer(scored.pages, layer))
                 weights = jax.nn.softmax(jnp.where(stays, MASKED, scores[..., :b]), axis=-1) * ~stays
-                entropy = -jnp.where(weights > 0, weights * jnp.log(weights), 0).sum(axis=-1)
-                entropy = jnp.where((~stays).any(axis=-1), entropy, MASKED)
+                entropy = jnp.where((~stays).any(axis=-1), jax.scipy.special.entr(weights).sum(axis=-1), MASKED)
                 own = jnp.take_along_axis(mean_pages, jnp.broadcast_to(column, (*oldest.shape, 1)), axis=-1)[..., 0]
                 own = jnp.where(out, own, none)
                 slot = jnp.broadcast_to((number % b)[:, None], own.shape)
-                means = (jnp.einsum("rhb,rhbd->rhd", weights, decode(block, jnp.float32)) for block in blocks)
+                means = (jnp.einsum("...b,...bd->...d", weights, decode(block, jnp.float32)) for block in blocks)
                 new = tuple(encode(mean, self.k) for mean in means)
                 pools = jax.tree.map(lambda x, y: x.at[own, slot].set(y, mode="drop"), pools, new)
                 its = out[..., None] & (jnp.arange(columns_of_means * b) == number[:, None, None])
                 bias = _put(scored.bias, jnp.where(its, entropy[..., None], bias), layer)
                 scored = scored._replace(pages=_put(scored.pages, mean_pages, layer), bias=bias)
-            shifted = jnp.pad(scores[..., b:], ((0, 0), (0, 0), (0, b)), constant_values=-jnp.inf)
+            shifted = jnp.concatenate([scores[..., b:], jnp.full_like(scores[..., :b], -jnp.inf)], axis=-1)
             scored = scored._replace(scores=_put(scored.scores, jnp.where(out[..., None], shifted, scores), layer))
         window, shared = table[..., columns:], out & (start < self.own)[:, None]
         fresh, free = free.take(jnp.broadcast_to(shared, oldest.shape).astype(jnp.int32), 1, none)
@@ -521,8 +518,15 @@ class Allocator:
             self._free[device] += len(unused)
 
 
-def _put(x: Array, new: Array, *place: int | Array) -> Array:
-    """`x` with new entries from a place on."""
+def _of_layer(x: Array, layer: int | Array | None) -> Array:
+    index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
+    return x if layer is None else index(x, layer)
+
+
+def _put(x: Array, new: Array, *place: Any) -> Array:
+    """`x` with new entries from a place on; from None, all are new."""
+    if place[0] is None:
+        return new.astype(x.dtype)
     new = new.astype(x.dtype).reshape(*(1,) * (x.ndim - new.ndim), *new.shape)
     return jax.lax.dynamic_update_slice(x, new, (*place, *(0,) * (x.ndim - len(place))), allow_negative_indices=False)
 
