@@ -50,7 +50,7 @@ def calibrate(
         count: Texts that predicted worth makes of them.
         tokens: Tokens of each; fewer where the model's positions do not hold a text and the repetition of a part.
         kept: Share of all heads' tokens that stays, in (0, 1]; None for the smallest measured one that holds 97% of the
-            hidden facts and keeps the loss of the following text within 1%.
+            hidden facts (as the rule of succession expects) and keeps the following text's loss within 1%.
         progress: Called as `progress(stage, done, total)`. None writes to standard error: a bar on a terminal, lines in
             a log.
 

@@ -52,8 +52,9 @@ class WorthProfile:
         maps: Maps of all KV heads and the thresholds of shares.
         kept: Share of all heads' tokens that stay, of texts like the calibration's.
         selected: Share that prompts attend to singly; blocks of mass and means come besides.
-        kept_table: For each kept share that was measured: "kept", "facts" and "copies" (share of the answers known
-            under full attention that stay right), "following" (loss of the following text over full attention's - 1).
+        kept_table: For each kept share that was measured: "kept", "known" (facts known under full attention), "facts"
+            and "copies" (share of the known ones that stay right), "following" (loss of the following text over full
+            attention's - 1).
         reading_table: For each selected share: "selected", "attended", "plain" (loss inside texts over full
             attention's - 1), "copy" and "fact" (nats above it).
         fingerprint: Of the model's weights; None fits any model of this shape.
@@ -174,7 +175,7 @@ def calibrate_worth(
     maps = fit_worth(lm, packed, chunk=chunk, progress=progress)["worth"]
     profile = WorthProfile(maps, 1.0, 1.0, (), (), lm.fingerprint, lm.name, sources_of(packed))
     kept_table, reading_table = measured_tables(lm, profile, probed_texts(lm, packed[count // 2 :]), progress)
-    if kept is None and (doubt := _doubt(kept_table, lm.name)):
+    if kept is None and (doubt := doubt_of(kept_table, lm.name)):
         warnings.warn(doubt, stacklevel=3)
     profile = dataclasses.replace(profile, kept_table=kept_table, reading_table=reading_table)
     return profile.with_kept(float(kept or chosen_kept(kept_table)), chosen_selected(reading_table))
@@ -225,22 +226,27 @@ def _least(name: str, table: Sequence[Mapping[str, float]], fits: Callable[[Mapp
 
 
 def holds(row: Mapping[str, float]) -> bool:
-    """Whether a kept share holds facts, or copies where full attention knows no fact, and the following text."""
-    answers = _known(row, "facts") or _known(row, "copies") or [1.0]
-    return answers[0] >= LEAST_KNOWN and row["following"] <= MOST_FOLLOWING
+    """Whether a kept share holds facts, or copies where full attention knows no fact, and the following text.
+
+    Of further facts, (right + 1) / (known + 2) are expected to stay right: Laplace's rule of succession.
+    """
+    (answers, *_), known = _known(row, "facts", "copies") or [1.0], row.get("known")  # None in an older profile
+    answers = (answers * known + 1) / (known + 2) if known else answers
+    return answers >= LEAST_KNOWN and row["following"] <= MOST_FOLLOWING
 
 
 def _known(row: Mapping[str, float], *names: str) -> list[float]:
     return [row[name] for name in names if not math.isnan(row[name])]
 
 
-def _doubt(table: Sequence[Mapping[str, float]], name: str) -> str | None:
+def doubt_of(table: Sequence[Mapping[str, float]], name: str) -> str | None:
     """A warning about a share that the measurements do not explain."""
     if not _known(table[0], "facts"):
         return f"{name!r} knows none of the hidden facts: copies and the following text choose kept"
     if not holds(table[-1]):
         bounds = f"{LEAST_KNOWN:.0%} of the facts within {MOST_FOLLOWING:.0%} of the following text's loss"
-        return f"not even the largest measured share holds {bounds}: kept = {table[-1]['kept']}; see kept_table"
+        few = f"of {table[-1].get('known')} known facts, while fewer than 32 never show it; give more texts, or kept"
+        return f"not even the largest measured share holds {bounds}, {few}: kept = {table[-1]['kept']}; see kept_table"
     return None
 
 
@@ -269,7 +275,8 @@ def measured_tables(
         found = answers(profile.with_kept(share, 1.0))
         facts, copies = (_mean(found[kind][full[kind] > 0]) for kind in ("facts", "copy"))
         following = float(found[FOLLOW].mean()) / float(full[FOLLOW].mean()) - 1
-        kept_table.append({"kept": share, "facts": facts, "copies": copies, "following": following})
+        row = {"kept": share, "known": int((full["facts"] > 0).sum()), "facts": facts, "copies": copies}
+        kept_table.append(row | {"following": following})
     _, plain_full, copy_full, fact_full = losses(None)
     for share in _SELECTED:
         attended, plain, copy, fact = losses(profile.with_kept(1.0, share))

@@ -115,8 +115,9 @@ def _print_worth(profile: WorthProfile) -> None:
     layers, heads = profile.maps.maps.shape[:2]
     print(f"{profile.model_name}: predicted worth, {layers} layers of {heads} KV heads")
     if profile.kept_table:
-        print("Behind texts, of what full attention knows, and loss over full attention's:")
-        print_table(profile.kept_table, profile.kept)
+        known = f" ({number} facts)" if (number := profile.kept_table[0].get("known")) else ""
+        print(f"Behind texts, of what full attention knows{known}, and loss over full attention's:")
+        print_table([{k: x for k, x in row.items() if k != "known"} for row in profile.kept_table], profile.kept)
     if profile.reading_table:
         print("Inside texts, loss over full attention's: plain in percent, copies and facts in nats:")
         print_table(profile.reading_table, profile.selected)

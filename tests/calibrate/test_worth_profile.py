@@ -10,7 +10,7 @@ from tiny import CONFIG, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
-from tca_jax.calibration.worth_profile import chosen_kept, chosen_selected, packed_texts
+from tca_jax.calibration.worth_profile import chosen_kept, chosen_selected, doubt_of, packed_texts
 
 TEXTS = [random_prompt(seed, 512) for seed in range(2)]
 
@@ -33,7 +33,7 @@ def test_calibrate_fits_and_measures(lm):
     assert [row["selected"] for row in profile.reading_table] == [0.05, 0.1, 0.2]
     assert profile.kept == chosen_kept(profile.kept_table)
     assert profile.selected == chosen_selected(profile.reading_table)
-    assert all(math.isnan(row["facts"]) for row in profile.kept_table)
+    assert all(row["known"] == 0 and math.isnan(row["facts"]) for row in profile.kept_table)
     attended = [row["attended"] for row in profile.reading_table]
     assert all(0 < share <= 1 for share in attended)
     assert sorted(attended) == attended
@@ -128,4 +128,13 @@ def test_a_profile_fits_its_model_alone():
 )
 def test_the_smallest_share_that_holds_is_kept(rows, kept):
     names = ("kept", "facts", "copies", "following")
-    assert chosen_kept([dict(zip(names, row, strict=True)) for row in rows]) == kept
+    table = [dict(zip(names, row, strict=True)) for row in rows]
+    assert chosen_kept(table) == kept
+
+
+@pytest.mark.parametrize(("known", "lost", "kept"), [(31, 0, 0.5), (32, 0, 0.1), (45, 1, 0.5), (70, 1, 0.1)])
+def test_few_facts_show_little(known, lost, kept):
+    row = {"known": known, "facts": 1 - lost / known, "copies": 1.0, "following": 0.0}
+    table = [{"kept": share, **row} for share in (0.1, 0.5)]
+    assert chosen_kept(table) == kept
+    assert (doubt_of(table, "m") is None) == (kept == 0.1)
