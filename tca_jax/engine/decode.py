@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, any_row
-from tca_jax.engine.pages import Rows
+from tca_jax.engine.pages import Rows, runtime_number
 from tca_jax.engine.sampling import Sampling, sample
 from tca_jax.methods.base import UNBOUNDED, CachePolicy, Heads
 from tca_jax.pallas_kernels.backends import Backend
@@ -151,7 +151,7 @@ class Steps:
 
         step = of_layer if policy.layers_differ else jax.jit(of_layer)  # traced once
         for layer in range(lm.config.num_layers):
-            number, known = layer if policy.layers_differ else jnp.int32(layer), summaries and summaries[layer]
+            number, known = layer if policy.layers_differ else runtime_number(layer), summaries and summaries[layer]
             x, rows, score = step(lm.layer_params(layer), x, rows, number, known)
             scores += [] if score is None else [score]
         rows = rows.with_scores(jnp.stack(scores), positions, fed, start) if scores else rows
@@ -160,15 +160,12 @@ class Steps:
         return draw(lm, dataclasses.replace(state, cache=rows), logits, self.sampling, fed, self.allowed)
 
 
-def evict_scored_block(
-    lm: LM, layer: int | Array | None, rows: Rows, start: Int[Array, " R"], leaving: Bool[Array, " R"]
-) -> Rows:
+def evict_scored_block(lm: LM, layer: Any, rows: Rows, start: Int[Array, " R"], leaving: Bool[Array, " R"]) -> Rows:
     """Keeps the tokens of high scores from the blocks that leave windows, in a layer or all at once (None)."""
-    policy: Any = lm.method.cache
     oldest = rows.scored.scores[..., : rows.page_size]  # type: ignore[union-attr]
 
     def stays(layer: Any, scores: Float32[Array, "R H b"]) -> Bool[Array, "R H b"]:
-        return policy.stays(lm.scored_settings(layer), scores)
+        return lm.method.cache.stays(lm.scored_settings(layer), scores)  # type: ignore[attr-defined]
 
     chosen = jax.vmap(stays)(jnp.arange(len(oldest)), oldest) if layer is None else stays(layer, oldest[layer])
     return rows.evict(layer, leaving, chosen, start)

@@ -308,8 +308,8 @@ def _generate_tokens(
     held = None if sampling.repetition_penalty is None else (tokens, lengths)
     drawing = row_keys(key, batch), shares, sampling, jnp.asarray(stop_tokens, jnp.int32), None
     state = calls(begin_program, lm.without_weights, logits, lengths, held, *drawing, new_tokens=room)
-    state = dataclasses.replace(state, cache=rows)
-    return calls(decode_all_program, lm, state, limit, sampling, backend=backend).tokens
+    given = lm, dataclasses.replace(state, cache=rows), limit, sampling
+    return calls(decode_all_program, *given, backend=backend).tokens
 
 
 @dataclasses.dataclass

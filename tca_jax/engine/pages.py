@@ -150,7 +150,7 @@ class Rows(PerDevice):
         Arrays are those of the layer, copies, or if not `sliced` those of all layers.
         """
         start = self.start if start is None else start
-        first = jnp.asarray(layer, jnp.int32) * len(start)
+        first = runtime_number(layer) * len(start)
         most = start + self.window_pages * self.page_size  # the queries' positions say where rows end
         table, kept = (x.reshape(-1, *x.shape[2:]) for x in (self.pages, self.kept))
         found = [Pages(self.k, self.v, table, kept, start, most, self.columns, first_row=first)]
@@ -195,11 +195,11 @@ class Rows(PerDevice):
         writes.append((of_window[..., :window], *(_as_pages(_take(x, index, axis=1), b) for x in (k, v))))
         scored = self.scored
         if scored is not None and scores is not None:
-            inside = (place < lengths[:, None])[:, None]
-            found = jnp.where(inside, _take(scores, index[..., 0].swapaxes(1, 2), axis=2), -jnp.inf)
-            width = ((0, 0), (0, 0), (0, scored.scores.shape[-1] - window * b))
-            filled = _put(scored.scores, jnp.pad(found, width, constant_values=-jnp.inf), layer, row)
-            scored = scored._replace(scores=filled)
+            found = _take(scores, index[..., 0].swapaxes(1, 2), axis=2)
+            found = jnp.where((place < lengths[:, None])[:, None], found, -jnp.inf)
+            free_slots = scored.scores.shape[-1] - window * b
+            found = jnp.pad(found, ((0, 0), (0, 0), (0, free_slots)), constant_values=-jnp.inf)
+            scored = scored._replace(scores=_put(scored.scores, found, layer, row))
         if scored is not None and raised is not None:
             scored = scored._replace(raised=_put(scored.raised, raised, layer, row))
         if scored is not None and means is not None:
@@ -250,7 +250,7 @@ class Rows(PerDevice):
         scores: Float32[Array, "R m H"] | None = None,
     ) -> Rows:
         """Writes tokens of each row to its window."""
-        b, rows = self.page_size, jnp.arange(len(start))
+        b, rows, layer = self.page_size, jnp.arange(len(start)), runtime_number(layer)
         column = jnp.clip((positions[:, 0] - start) // b, 0, self.window_pages - 1)
         if len(start) == 1:  # a slice is computed where it is used; a gather is a kernel of its own
             table = _of_layer(self.pages, layer)
@@ -272,10 +272,8 @@ class Rows(PerDevice):
         pools = jax.tree.map(put, (self.k, self.v), tuple(encode(x, self.k) for x in (k, v)))
         scored = self.scored
         if scored is not None and scores is not None:
-            place = column[:, None] * b + slots
-            place = jnp.where(slots < b, place, scored.scores.shape[-1])
-            filled = scored.scores.at[layer, rows[:, None], :, place].set(scores, mode="drop")
-            scored = scored._replace(scores=filled)
+            place = jnp.where(slots < b, column[:, None] * b + slots, scored.scores.shape[-1])
+            scored = scored._replace(scores=scored.scores.at[layer, rows[:, None], :, place].set(scores, mode="drop"))
         return dataclasses.replace(self, k=pools[0], v=pools[1], scored=scored)
 
     def with_scores(
@@ -293,7 +291,7 @@ class Rows(PerDevice):
 
     def leaving_keys(self, layer: int | Array, dtype: Any) -> Array:
         """Keys [R, H, b, d] of the window's oldest block."""
-        numbers = _of_layer(self.pages, layer)[..., self.columns]
+        numbers = _of_layer(self.pages, runtime_number(layer))[..., self.columns]
         return decode(jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), self.k), dtype)
 
     def evict(
@@ -307,7 +305,7 @@ class Rows(PerDevice):
 
         The block's page serves the window's next block. The caller moves `start`, which all layers share.
         """
-        b, none, columns = self.page_size, self.num_pages, self.columns
+        b, none, columns, layer = self.page_size, self.num_pages, self.columns, runtime_number(layer)
         table, kept, free = _of_layer(self.pages, layer), _of_layer(self.kept, layer), self.free
         oldest, out, stays = table[..., columns], leaving[:, None], leaving[:, None, None] & chosen
         pools, had = (self.k, self.v), -(-kept // b)
@@ -518,9 +516,13 @@ class Allocator:
             self._free[device] += len(unused)
 
 
+def runtime_number(layer: int | Array | None) -> Any:
+    """A layer's number that XLA does not build into kernels, so that those of one layer serve all; None of None."""
+    return None if layer is None else jax.lax.optimization_barrier(jnp.asarray(layer, jnp.int32))
+
+
 def _of_layer(x: Array, layer: int | Array | None) -> Array:
-    index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
-    return x if layer is None else index(x, layer)
+    return x if layer is None else jax.lax.dynamic_index_in_dim(x, layer, keepdims=False, allow_negative_indices=False)
 
 
 def _put(x: Array, new: Array, *place: Any) -> Array:
