@@ -30,7 +30,7 @@ from tca_jax.engine.mesh import (
     on_host,
     rows_of_device,
 )
-from tca_jax.engine.pages import NO_POOL, NO_TABLE, Rows, Widths
+from tca_jax.engine.pages import NO_POOL, NO_TABLE, Rows, Widths, runtime_number
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.errors import UserError
 from tca_jax.methods.base import (
@@ -102,7 +102,7 @@ class Calls:
 
     def number(self, value: int) -> Int[Array, ""]:
         """A number as programs take it."""
-        return jnp.int32(value) if self.traced else _on_device(value)
+        return runtime_number(value) if self.traced else _on_device(value)
 
 
 #: Numbers on the device, where they stay: a copy for each call takes longer than the call.
