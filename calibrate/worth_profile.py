@@ -36,6 +36,7 @@ COUNT, TOKENS = 8, 8_192  # texts, and tokens of each
 _LEAST_TOKENS = 4 * BLOCK
 LEAST_KNOWN = 0.97  # of the facts known under full attention, and ...
 MOST_FOLLOWING = 0.01  # ... the loss of the following text above full attention's, that the default share holds
+_FEWEST = math.ceil((2 * LEAST_KNOWN - 1) / (1 - LEAST_KNOWN))  # known facts that can show that share by `holds`: 32
 MOST_NATS = 0.1  # above full attention's loss of copies and facts inside a prompt, of the default selected share
 _ROOM = 1.5  # pages of a row over those that its share needs on the calibration's texts
 _SHOWN = 12  # characters of a fingerprint in a message
@@ -52,9 +53,8 @@ class WorthProfile:
         maps: Maps of all KV heads and the thresholds of shares.
         kept: Share of all heads' tokens that stay, of texts like the calibration's.
         selected: Share that prompts attend to singly; blocks of mass and means come besides.
-        kept_table: For each kept share that was measured: "kept", "known" (facts known under full attention), "facts"
-            and "copies" (share of the known ones that stay right), "following" (loss of the following text over full
-            attention's - 1).
+        kept_table: For each measured kept share: "kept", "known" (facts known under full attention), "facts" and
+            "copies" (share of them that stay right), "following" (loss of following text over full attention's - 1).
         reading_table: For each selected share: "selected", "attended", "plain" (loss inside texts over full
             attention's - 1), "copy" and "fact" (nats above it).
         fingerprint: Of the model's weights; None fits any model of this shape.
@@ -245,7 +245,7 @@ def doubt_of(table: Sequence[Mapping[str, float]], name: str) -> str | None:
         return f"{name!r} knows none of the hidden facts: copies and the following text choose kept"
     if not holds(table[-1]):
         bounds = f"{LEAST_KNOWN:.0%} of the facts within {MOST_FOLLOWING:.0%} of the following text's loss"
-        few = f"of {table[-1].get('known')} known facts, while fewer than 32 never show it; give more texts, or kept"
+        few = f"of {table[-1]['known']} known facts, while fewer than {_FEWEST} never show it; give more texts, or kept"
         return f"not even the largest measured share holds {bounds}, {few}: kept = {table[-1]['kept']}; see kept_table"
     return None
 
@@ -271,12 +271,12 @@ def measured_tables(
         return [_mean(column) for column in np.transpose([counted(_losses(under, each)) for each in probed])]
 
     full, kept_table, reading_table = answers(None), list[dict[str, float]](), list[dict[str, float]]()
+    known = int((full["facts"] > 0).sum())
     for share in _KEPT:
         found = answers(profile.with_kept(share, 1.0))
         facts, copies = (_mean(found[kind][full[kind] > 0]) for kind in ("facts", "copy"))
         following = float(found[FOLLOW].mean()) / float(full[FOLLOW].mean()) - 1
-        row = {"kept": share, "known": int((full["facts"] > 0).sum()), "facts": facts, "copies": copies}
-        kept_table.append(row | {"following": following})
+        kept_table.append({"kept": share, "known": known, "facts": facts, "copies": copies, "following": following})
     _, plain_full, copy_full, fact_full = losses(None)
     for share in _SELECTED:
         attended, plain, copy, fact = losses(profile.with_kept(1.0, share))

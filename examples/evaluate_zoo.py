@@ -30,6 +30,7 @@ import tca_jax
 from tca_jax import TCAConfig
 from tca_jax.engine.score import score_answers
 from tca_jax.files import replacing
+from tca_jax.lab.benchmarks.common import markdown
 from tca_jax.lab.evaluation.recall_tasks import TASKS, sample_of
 from tca_jax.lab.recall import PROTOCOLS, Document
 from tca_jax.lab.recall.corpus import corpus
@@ -54,7 +55,7 @@ _PAGE = """# The zoo
   the share of tokens that stay in the cache, and `selected`, the share that prompts read singly.
 - The paper's rule: `TCAConfig.paper(window=W)` on the same texts, W = N / 16.
 - Calibration reads the first half of the held-out text. Losses are of {passages} passages of the second half.
-  {questions} questions of each task under each protocol are about documents of the whole text.
+  {questions} questions of each task under each protocol are about documents of the complete text.
 - "inside" is the loss of a prompt's tokens from W + 128 on, "following" that of the {following} tokens after the
   prompt: nats under full attention, then the increase over it. "attended" is the share of causal pairs that prefill
   computes.
@@ -150,8 +151,7 @@ def page(models: dict[str, dict[str, Any]]) -> str:
     lines = _PAGE.format(following=FOLLOWING, **next(iter(models.values()))).splitlines()
     for (title, columns), body in zip(_TABLES.items(), rows, strict=True):
         names = f"model|tokens|method|{columns}".split("|")
-        table = [names, ["---"] * len(names), *body]
-        lines += ["", f"## {title}", "", *(f"| {' | '.join(cells)} |" for cells in table)] if body else []
+        lines += ["", f"## {title}", "", markdown(names, body)] if body else []
     return "\n".join(lines) + "\n"
 
 

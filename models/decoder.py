@@ -153,12 +153,12 @@ class DecoderLayer(nnx.Module):
     """Pre-norm transformer layer. Everything but attention runs in chunks of tokens (`by_chunks`)."""
 
     def __init__(self, make: _Maker, chunks: tuple[int, ...]) -> None:
-        self.attention_norm = make.norm(make.config.hidden_size)
+        c = make.config
+        self.attention_norm = make.norm(c.hidden_size)
         self.attention = SelfAttention(make)
-        self.mlp_norm = make.norm(make.config.hidden_size)
+        self.mlp_norm = make.norm(c.hidden_size)
         self.mlp = GatedMLP(make)
         self.chunks = chunks
-        c = make.config
         self.projected = (chunk_size((c.num_heads + 2 * c.num_kv_heads) * c.head_dim),)  # chunks of the first half
 
     def __call__(self, x: Float[Array, "B L D"], *of_attention: Any) -> tuple[Float[Array, "B L D"], Any]:

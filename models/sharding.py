@@ -60,13 +60,14 @@ def device_graphdef(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLik
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(part, sharded=True, **options, rngs=nnx.Rngs(0))))
 
 
-def _overlapping_chunks(config: ModelConfig, devices: int) -> tuple[int, ...]:
+def _overlapping_chunks(config: ModelConfig, devices: int) -> tuple[int, ...] | None:
     """Tokens of the chunks in one step of a loop, whose products overlap with the sum of the chunk before.
 
-    They differ in size, or XLA would fuse their additions, which then wait for all sums. One device sums nothing.
+    They differ in size, or XLA would fuse their additions, which then wait for all sums. None for one device, which
+    sums nothing.
     """
     if devices == 1:
-        return (chunk_size(config.intermediate_size),)
+        return None
     least = -(-devices * _PART_ELEMENTS // config.hidden_size)
     chunk = max(chunk_size(config.intermediate_size), 1 << max(0, least - 1).bit_length())
     return tuple(max(1, part * chunk // 16) for part in _OVERLAPPING)
