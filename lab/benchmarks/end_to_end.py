@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 import tca_jax
 from tca_jax.cli.options import BackendOption, launched_in_order
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import mesh_entry, parse_mesh
+from tca_jax.engine.mesh import parse_mesh
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.models.sharding import DATA, axis_size
@@ -83,7 +83,7 @@ def row_of(lm: LM, name: str, tokens: int, stats: Sequence[tca_jax.Stats], given
     last, devices, config = stats[-1], 1 if lm.mesh is None else lm.mesh.size, lm.config
     ttft = statistics.median(each.prefill_seconds for each in stats[1:])
     flops = given.rows * prefill_flops(lm, tokens, last.attended_share)
-    row = {"model": lm.name, **mesh_entry(lm.mesh), "tokens": tokens, "attention": name}
+    row = {"model": lm.name, **shapes.mesh_entry(lm), "tokens": tokens, "attention": name}
     row |= {"kept": last.kept_share, "area": last.attended_share, "TTFT s": ttft, "TTFT speed-up": ""}
     row["over arithmetic floor"] = ttft * devices * given.multiplied / flops
     if given.new_tokens > 1:

@@ -24,7 +24,7 @@ from tca_jax import methods
 from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
 from tca_jax.calibration.worth_profile import WorthProfile
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import balanced_orders
+from tca_jax.engine.mesh import balanced_orders, mesh_name
 from tca_jax.errors import require
 from tca_jax.lab.benchmarks.common import random_normal
 from tca_jax.methods import BASELINE
@@ -36,7 +36,7 @@ from tca_jax.methods.written import joined, parse_parts
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Parameter, parameters
-from tca_jax.models.projections import LARGEST_CODE, WEIGHTS
+from tca_jax.models.projections import LARGEST_CODE, WEIGHTS, is_quantized
 from tca_jax.models.sharding import DATA, axis_size, check_mesh, settled
 
 _STD = 0.02
@@ -224,6 +224,17 @@ def weight_bytes(lm: LM) -> int:
     """Bytes of weights that a decoding step reads: all of them, but only a row of an untied embedding."""
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(lm.params))
     return num_bytes if lm.config.tie_embeddings else num_bytes - lm.decoder.embedding.nbytes
+
+
+def stored_entry(lm: LM) -> dict[str, str]:
+    """Entries of a measurement's record for weights and caches in eight bits."""
+    weights = {"weights": lm.weights_dtype.name} if is_quantized(lm.weights_dtype) else {}
+    return weights | ({} if lm.kv is None else {"kv": lm.cache_dtype.name})
+
+
+def mesh_entry(lm: LM) -> dict[str, str]:
+    """Entries of a measurement's record for a model's mesh; none without one."""
+    return {} if lm.mesh is None else {"mesh": mesh_name(lm.mesh)}
 
 
 def _weight(parameter: Parameter, key: Array, num_layers: int, mesh: Mesh | None, code_std: float) -> Array:

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 
-from tca_jax.engine.lm import stored_entry
-from tca_jax.engine.mesh import mesh_entry
 from tca_jax.engine.prompts import Encoder
 from tca_jax.errors import check_integer, check_number, require, require_name
+from tca_jax.lab.benchmarks.models import mesh_entry, stored_entry
 from tca_jax.lab.evaluation import recall_tasks, ruler, text_tasks
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec
 from tca_jax.lab.evaluation.results import FORMAT, TUNING, Job, Results
@@ -162,7 +161,7 @@ def _config(plan: Plan, builder: Builder) -> dict[str, Any]:
         "fingerprint": lm.fingerprint,
         "dtype": lm.dtype.name,
         **stored_entry(lm),
-        **mesh_entry(lm.mesh),
+        **mesh_entry(lm),
         "seed": plan.seed,
         "samples": plan.samples,
         "kv_share": plan.kv_share,

@@ -17,10 +17,11 @@ from tqdm import tqdm
 
 import tca_jax
 from tca_jax.calibration.profile import options_of
-from tca_jax.engine.lm import LM, stored_entry
+from tca_jax.engine.lm import LM
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.score import score_answers
 from tca_jax.errors import check_integer, explaining, require
+from tca_jax.lab.benchmarks.models import stored_entry
 from tca_jax.lab.evaluation.samples import batches
 from tca_jax.loading import checkpoint_folder, open_checkpoint
 from tca_jax.methods.registry import describe_method, option_names, with_known

@@ -285,7 +285,7 @@ def prefill(
     seconds = time.perf_counter() - begun - calls.compile_seconds
     finite, shares = on_host((jnp.isfinite(logits).all(axis=-1), shares))
     checked.require_finite(finite)
-    tokens, lengths = map(jnp.asarray, checked.with_contexts)
+    tokens, lengths = map(jnp.asarray, pad_tokens(checked.with_contexts, lm.pad_token_id))
     made = calls.compile_seconds, seconds, lm.method.cache.window, lm.head_shards, identity_of(lm)
     return Context(rows, tokens, lengths, jnp.asarray(shares), *made)
 
@@ -339,10 +339,10 @@ class Prompts:
         """The same of each row that continues one."""
         return np.repeat(np.asarray(self.ends, np.int32), self.times)
 
-    @functools.cached_property
-    def with_contexts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and lengths of prompts, those of the context included, right-padded."""
-        return pad_tokens([self.before(i) + ids for i, ids in enumerate(self.ids)], self.lm.pad_token_id)
+    @property
+    def with_contexts(self) -> list[list[int]]:
+        """Token ids of each prompt, those of the context included."""
+        return [self.before(i) + ids for i, ids in enumerate(self.ids)]
 
     def require_positions(self, *new_tokens: int) -> None:
         """Raises ValueError if a prompt leaves no positions for its answer, of one length or of its own."""
@@ -394,7 +394,7 @@ class Prompts:
         """Reads the prompts into rows, `row_lengths` long; `then` as for `engine.read.read`."""
         lm, context, (columns, before, own) = self.lm, self.context, self._sizes
         if context is None:
-            tokens, lengths = self.with_contexts  # of NumPy, which dispatches nothing
+            tokens, lengths = pad_tokens(self.ids, lm.pad_token_id, columns)  # of NumPy, which dispatches nothing
             (layout, *forks), pages = self._layouts, sum(layout.num_pages for layout in self._layouts)
             more = sum(each.num_pages for each in forks) + spare_pages(pages, lm.page_bytes)
             options: dict[str, Any] = {"more_pages": more, "backend": backend, "then": then}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
 from tca_jax.engine.lm import LM
@@ -265,46 +266,45 @@ def row_keys(key: Key[Array, ""], rows: int) -> Key[Array, " R"]:
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
 
 
+def blank_state(lm: LM, rows: int, new_tokens: int, logprobs: int | None, **fields: Any) -> DecodingState:
+    """Rows without new tokens, and these fields; the caller adds the cache. Numbers are those of `begin`."""
+    shape, likeliest = (rows, new_tokens), (rows, new_tokens, logprobs or 0)
+    state: dict[str, Any] = dict.fromkeys(("step", "last"), jnp.zeros(rows, jnp.int32)) | fields
+    state["logprobs"] = None if logprobs is None else jnp.zeros(shape, jnp.float32)
+    state["top"] = (jnp.zeros(likeliest, jnp.int32), jnp.zeros(likeliest, jnp.float32)) if logprobs else None
+    return DecodingState(**state, tokens=jnp.full(shape, lm.pad_token_id, jnp.int32), cache=typing.cast(Rows, None))
+
+
+def seen_tokens(rows: Sequence[Sequence[int]], vocabulary: int) -> Bool[np.ndarray, "B V"]:
+    """Tokens of each row, for a repetition penalty."""
+    seen = np.zeros((len(rows), vocabulary), bool)
+    for of_row, ids in zip(seen, rows, strict=True):
+        of_row[ids] = True
+    return seen
+
+
 def begin(
     lm: LM,
     logits: Float32[Array, "B V"],  # of the token after each prompt; R / B answers side by side continue it
     lengths: Int[Array, " R"],  # tokens before each answer
-    held: tuple[Int[Array, "B L"], Int[Array, " B"]] | None,  # these tokens and their number, with a repetition penalty
+    seen: Bool[Array, "B V"] | None,  # tokens of each prompt; None without a repetition penalty
     keys: Key[Array, " R"],
     attended_share: Float32[Array, " B"] | None,
     sampling: Sampling,  # how tokens are drawn
-    stop_tokens: Int[Array, " S"],  # tokens that end a row
-    min_new_tokens: Int[Array, ""] | None = None,  # tokens before which no stop token is drawn
+    stop_tokens: Int[Array, "*R S"],  # tokens that end a row
+    min_new_tokens: Int[Array, "*R"] | None = None,  # tokens before which no stop token is drawn
+    allowed: UInt8[Array, "R W"] | None = None,  # as in `draw`
     *,
     new_tokens: int,  # room for new tokens, at least 1; static
     logprobs: int | None = None,  # likeliest tokens that are noted at each place; static
 ) -> DecodingState:
     """Draws the first new token of every answer."""
-    answers, seen = len(lengths), None
-    times, likeliest = answers // logits.shape[0], (answers, new_tokens, logprobs or 0)
-    if held is not None:
-        tokens, vocabulary = held[0], logits.shape[-1]
-        own = jnp.where(jnp.arange(tokens.shape[1]) < held[1][:, None], tokens, vocabulary)  # padding is out of range
-        empty = jnp.zeros((len(tokens), vocabulary), bool)
-        seen = empty.at[jnp.arange(len(tokens))[:, None], own].set(True, mode="drop")
-    logits, seen, attended_share = jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), (logits, seen, attended_share))
-    state = DecodingState(
-        tokens=jnp.full((answers, new_tokens), lm.pad_token_id, jnp.int32),
-        step=jnp.zeros(answers, jnp.int32),
-        last=jnp.zeros(answers, jnp.int32),
-        done=jnp.zeros(answers, bool),
-        lengths=lengths,
-        keys=keys,
-        seen=seen,
-        stop_tokens=stop_tokens,
-        min_new_tokens=min_new_tokens,
-        logprobs=None if logprobs is None else jnp.zeros((answers, new_tokens), jnp.float32),
-        top=(jnp.zeros(likeliest, jnp.int32), jnp.zeros(likeliest, jnp.float32)) if logprobs else None,
-        finite=jnp.isfinite(logits).all(axis=-1),
-        cache=typing.cast(Rows, None),  # the caller adds it
-        attended_share=attended_share,
-    )
-    return draw(lm, state, logits, sampling)
+    given, times = (logits, seen, attended_share), len(lengths) // logits.shape[0]
+    logits, seen, share = jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), given)
+    fields: dict[str, Any] = {"keys": keys, "seen": seen, "stop_tokens": stop_tokens, "min_new_tokens": min_new_tokens}
+    fields |= {"done": jnp.zeros(len(lengths), bool), "finite": jnp.isfinite(logits).all(axis=-1), "lengths": lengths}
+    state = blank_state(lm, len(lengths), new_tokens, logprobs, **fields, attended_share=share)
+    return draw(lm, state, logits, sampling, allowed=allowed)
 
 
 begin_program = Program(OverMesh(begin, (ROWS, ROWS, ROWS, ROWS, ROWS, SAME, SAME, SAME), STATE))

@@ -22,6 +22,7 @@ from tca_jax.engine.decode import (
     decode_program,
     leave_program,
     row_keys,
+    seen_tokens,
 )
 from tca_jax.engine.generation_config import GenerationConfig, GenerationOptions
 from tca_jax.engine.lm import LM, require_lm
@@ -305,9 +306,12 @@ def _generate_tokens(
 ) -> Int[Array, "B N"]:
     calls, batch = Calls(traced=True), tokens.shape[0]
     logits, rows, shares = read(lm, tokens, lengths, lengths + room - 1, layout, calls, backend=backend)
-    held = None if sampling.repetition_penalty is None else (tokens, lengths)
-    drawing = row_keys(key, batch), shares, sampling, jnp.asarray(stop_tokens, jnp.int32), None
-    state = calls(begin_program, lm.without_weights, logits, lengths, held, *drawing, new_tokens=room)
+    seen = None
+    if sampling.repetition_penalty is not None:
+        own = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, logits.shape[-1])  # no padding
+        seen = jnp.zeros(logits.shape, bool).at[jnp.arange(batch)[:, None], own].set(True, mode="drop")
+    drawing = row_keys(key, batch), shares, sampling, jnp.asarray(stop_tokens, jnp.int32)
+    state = calls(begin_program, lm.without_weights, logits, lengths, seen, *drawing, new_tokens=room)
     given = lm, dataclasses.replace(state, cache=rows), limit, sampling
     return calls(decode_all_program, *given, backend=backend).tokens
 
@@ -355,14 +359,16 @@ class Request:
     def _begin(self) -> DecodingState:
         """Reads the prompts and draws the first token of every answer."""
         lm, config, calls = self.lm.for_programs, self.config, self.calls
-        held = None if config.sampling.repetition_penalty is None else self.prompts.with_contexts
+        seen = None
+        if config.sampling.repetition_penalty is not None:
+            seen = seen_tokens(self.prompts.with_contexts, lm.config.vocab_size)
         keys, least = _keys(config.seed, len(self.prompts.row_lengths)), config.min_new_tokens
         drawing = config.sampling, np.asarray(config.stop_token_ids, np.int32), np.int32(least) if least else None
         room = shared_size(max(_LEAST_ROOM, self.prompts.fed_tokens + 1))
         static: dict[str, Any] = {"new_tokens": room, "logprobs": config.num_logprobs}
 
         def given(logits: Any, shares: Any) -> tuple[Any, ...]:
-            return lm.without_weights, logits, self.prompts.row_lengths, held, keys, shares, *drawing
+            return lm.without_weights, logits, self.prompts.row_lengths, seen, keys, shares, *drawing
 
         def compile_decoding(logits: Any, rows: Any, shares: Any) -> None:
             state = calls.start(begin_program, *given(logits, shares), **static).shapes

@@ -24,7 +24,6 @@ from tca_jax.methods.full import BASELINE
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder, DecoderLayer
 from tca_jax.models.names import MODEL
-from tca_jax.models.projections import is_quantized
 from tca_jax.models.rope import fixed_frequencies
 from tca_jax.models.sharding import (
     axis_size,
@@ -299,12 +298,6 @@ class LM:
         sizes = self.config.num_layers, self.config.num_kv_heads
         plan = functools.partial(CacheLayout.plan, self.method.cache, *sizes, shards=self.head_shards)
         return functools.lru_cache(maxsize=256)(plan)
-
-
-def stored_entry(lm: LM) -> dict[str, str]:
-    """Entries of a measurement's record for weights and caches in eight bits."""
-    weights = {"weights": lm.weights_dtype.name} if is_quantized(lm.weights_dtype) else {}
-    return weights | ({} if lm.kv is None else {"kv": lm.cache_dtype.name})
 
 
 def require_lm(lm: Any) -> None:

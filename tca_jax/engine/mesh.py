@@ -158,11 +158,6 @@ def mesh_name(mesh: Mesh | None) -> str:
     return f"{axis_size(mesh, DATA)}x{axis_size(mesh, MODEL)}"
 
 
-def mesh_entry(mesh: Mesh | None) -> dict[str, str]:
-    """Entries of a measurement's record for its mesh; none without one."""
-    return {} if mesh is None else {"mesh": mesh_name(mesh)}
-
-
 def any_row(flags: Bool[Array, " B"], mesh: Mesh | None) -> Bool[Array, ""]:
     """Whether it is so for any row of a batch, on whichever device."""
     found = jnp.any(flags)

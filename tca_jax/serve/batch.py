@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from tca_jax.engine.cache import mean_pages
+from tca_jax.engine.decode import seen_tokens
 from tca_jax.engine.extend import feed, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
@@ -166,16 +167,13 @@ class Batch:
         self._fit()
         state, seen, allowed = self.state, None, None
         if state.seen is not None:
-            seen, allowed = np.zeros((1, vocabulary), bool), self._allowed([request])
-            seen[0, request.tokens] = True
+            seen, allowed = seen_tokens([request.tokens], vocabulary), self._allowed([request])
         stops = np.full((1, state.stop_tokens.shape[1]), vocabulary, np.int32)
         stops[0, : len(config.stop_token_ids or ())] = list(config.stop_token_ids or ())
         key = jax.random.fold_in(jax.random.key(config.seed), request.sample)
-        fields = {"keys": key[None], "seen": seen, "stop_tokens": stops}
-        fields["lengths"] = np.asarray([len(request.tokens)], np.int32)
-        fields["min_new_tokens"] = np.asarray([config.min_new_tokens], np.int32)
-        drawing = np.int32(request.slot or 0), request.logits, fields, self._sampling([request]), allowed
-        self.state, output = pages.admit.run(self._bare_lm, state, *drawing)
+        length, least = (np.asarray([number], np.int32) for number in (len(request.tokens), config.min_new_tokens))
+        fields = length, seen, key[None], None, self._sampling([request]), stops, least, allowed
+        self.state, output = pages.admit.run(self._bare_lm, state, np.int32(request.slot or 0), request.logits, fields)
         request.logits = None
         self.pending = [(output, tuple(self.rows))]  # it has the tokens of the step before, too
 

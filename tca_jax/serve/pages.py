@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, UInt8
 
-from tca_jax.engine.decode import STATE, DecodingState, Steps, draw
+from tca_jax.engine.decode import STATE, DecodingState, Steps, begin, blank_state
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, part_of_device, place
 from tca_jax.engine.pages import NO_POOL, NO_TABLE, Allocator, FreePages, Numbers, Rows, Widths
@@ -155,11 +155,10 @@ def _empty_table(lm: LM, *, rows: int, widths: Widths, pages: int) -> Rows:
 
 def _empty_state(lm: LM, *, rows: int, stops: int) -> DecodingState:
     """Ended rows without cache; with room for a token of each, as the host gets the output of each step."""
-    fields: dict[str, Any] = dict.fromkeys(("step", "last", "lengths", "min_new_tokens"), jnp.zeros(rows, jnp.int32))
-    fields |= dict.fromkeys(("done", "finite"), jnp.ones(rows, bool)) | dict.fromkeys(("seen", "top", "cache"))
-    fields["tokens"], fields["logprobs"] = jnp.full((rows, 1), lm.pad_token_id, jnp.int32), jnp.zeros((rows, 1))
+    fields: dict[str, Any] = dict.fromkeys(("lengths", "min_new_tokens"), jnp.zeros(rows, jnp.int32)) | {"seen": None}
+    fields |= dict.fromkeys(("done", "finite"), jnp.ones(rows, bool))
     fields["stop_tokens"] = jnp.full((rows, stops), lm.config.vocab_size, jnp.int32)
-    return DecodingState(**fields, keys=jax.random.split(jax.random.key(0), rows))
+    return blank_state(lm, rows, 1, 0, **fields, keys=jax.random.split(jax.random.key(0), rows))
 
 
 def _place(lm: LM, pool: Rows, pages: Rows) -> Rows:
@@ -212,15 +211,10 @@ def _admit(
     state: DecodingState,  # without cache
     row: Int[Array, ""],
     logits: Float32[Array, "1 V"],
-    fields: dict[str, Any],  # of the row's state
-    sampling: Sampling,
-    allowed: UInt8[Array, "1 W"] | None,  # mask of its first token; None for all tokens
+    fields: tuple[Any, ...],  # of the row, from its length to `allowed`, as `begin` takes them
 ) -> tuple[DecodingState, Int32[Array, "4 R"]]:
     """Draws the first token of a row."""
-    top, finite = jax.tree.map(lambda x: jnp.zeros_like(x[:1]), state.top), jnp.isfinite(logits).all(axis=-1)
-    fields = {**fields, "done": jnp.zeros(1, bool), "top": top, "finite": finite}
-    alone = dataclasses.replace(_empty_state(lm, rows=1, stops=0), **fields)
-    alone = draw(lm, alone, logits, sampling, allowed=allowed)
+    alone = begin(lm, logits, *fields, new_tokens=1, logprobs=0 if state.top is None else state.top[0].shape[-1])
     state = jax.tree.map(lambda all_rows, x: all_rows.at[row].set(x[0]), state, alone)
     return state, _packed(state)
 
@@ -271,6 +265,6 @@ widen = Program(OverMesh(_widen, (CACHES,), CACHES))
 refresh = Program(OverMesh(_refresh, (CACHES, SAME, SAME), CACHES), donate=(1,))
 fork = Program(OverMesh(_fork, (CACHES, CACHES, SAME), CACHES), donate=(1,))
 put = Program(OverMesh(_put, (CACHES, CACHES, SAME), CACHES), donate=(1,))
-admit = Program(OverMesh(_admit, (STATE, SAME, SAME, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
+admit = Program(OverMesh(_admit, (STATE, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
 step = Program(OverMesh(_step, (STATE, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
 row = Program(OverMesh(_row, (CACHES, SAME), CACHES))
