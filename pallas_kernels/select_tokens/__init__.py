@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -56,11 +57,10 @@ def selection_mask(
 ) -> Bool[Array, "B Hkv L"]:
     """Marks the `budgets[j]` highest scores of every full block j, ties to the lower position."""
     *lead, length = scores.shape
-    num_blocks = length // block_size
-    blocks = scores[..., : num_blocks * block_size].reshape(*lead, num_blocks, block_size)
-    # Rank by counting instead of sorting: one fused pass, and candidates share it under vmap over budgets.
-    ahead = blocks[..., None, :] > blocks[..., :, None]
+    complete = length // block_size * block_size
+    # Computed once: of scores that XLA computes twice, and rounds otherwise, a token may be ahead of itself.
+    blocks = jax.lax.optimization_barrier(scores[..., :complete]).reshape(*lead, -1, block_size)
+    ahead = blocks[..., None, :] > blocks[..., :, None]  # counted, not sorted: vmap over budgets shares it
     tied = (blocks[..., None, :] == blocks[..., :, None]) & jnp.tri(block_size, k=-1, dtype=bool)
-    rank = (ahead | tied).sum(axis=-1, dtype=jnp.int32)
-    mask = (rank < budgets[..., None]).reshape(*lead, num_blocks * block_size)
-    return jnp.pad(mask, [(0, 0)] * len(lead) + [(0, length - num_blocks * block_size)])
+    mask = (ahead | tied).sum(axis=-1, dtype=jnp.int32) < budgets[..., None]
+    return jnp.pad(mask.reshape(*lead, complete), [(0, 0)] * len(lead) + [(0, length - complete)])
