@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -152,13 +153,15 @@ def attend_by_worth(
     before = block < jnp.maximum(block[:, None] - window // block_size, 0)  # [tile, block]
     mass = block_mass(q, k, lengths, block_size=block_size, stride=stride, largest=True, backend=backend)
     read = before & (mass >= settings.mass)
-    counts = read.sum(axis=-1, dtype=jnp.int32)
-    listed = jnp.argsort(~read, axis=-1, stable=True).astype(jnp.int32)
+    ends = jnp.cumsum(read, axis=-1, dtype=jnp.int32)
+    first, slots = jnp.broadcast_to(block * block_size, read.shape), jnp.where(read, ends - 1, blocks)
+    listed = jnp.put_along_axis(jnp.zeros_like(ends), slots, first, axis=-1, mode="drop", inplace=False)
+    counts = ends[..., -1]
     mean_k, mean_v, entropy = block_means(k, v, worth, ~selected & there, block_size)
     bias = jnp.where(before & ~read, entropy[:, :, None], -jnp.inf)
     mean_counts = jnp.where(settings.means, before.sum(axis=-1), 0)
     far = FarBlocks(
-        listed * block_size,
+        listed,
         counts,
         selected,
         mean_k.astype(k.dtype),
@@ -197,8 +200,8 @@ def block_means(
     total = jnp.maximum(p.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     p /= total
     entropy = (jnp.log(total) - (p * logits).sum(axis=-1, keepdims=True))[..., 0]
-    tokens = (x.reshape(batch, blocks, block_size, kv_heads, -1) for x in (k, v))
-    mean_k, mean_v = (
-        jnp.einsum("bhnt,bnthd->bnhd", p.astype(x.dtype), x, preferred_element_type=jnp.float32) for x in tokens
-    )
+    weights = jnp.moveaxis(p.astype(k.dtype), 1, -1)[..., None].astype(jnp.float32)
+    tokens = (x.reshape(batch, blocks, block_size, kv_heads, -1).astype(jnp.float32) for x in (k, v))
+    # Neither a matrix product nor joined with what follows: for both XLA would transpose k and v.
+    mean_k, mean_v = jax.lax.optimization_barrier(tuple((weights * x).sum(axis=2) for x in tokens))
     return BlockMeans(mean_k, mean_v, jnp.where(there.any(axis=-1), entropy, -jnp.inf))
