@@ -1,8 +1,8 @@
 """Block mass through Pallas-Triton: one pass over the keys keeps the highest score of every sampled query and block.
 
 A program has the sampled queries of some neighbouring tiles of a KV head, all heads of the group, and goes over the
-blocks up to its last tile. What it writes is one number for each query and block, a `block_size`-th of the scores; the
-softmax over the blocks and the sums over a tile's queries are XLA's. Tiles are taken in parts, which bounds memory.
+blocks up to its last tile. It writes one number for each query and block, a `block_size`-th of the scores, and each
+query's log-sum-exp over its blocks; XLA takes the powers. Tiles are taken in parts, which bounds memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float32, Int
 
 from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.block_mass import sampled_positions
-from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, quotient_and_remainder, shared_memory
+from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, multiprocessors, shared_memory
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
@@ -39,17 +39,17 @@ class BlockMassConfig:
     stages: int  # tiles of K in flight in a program
 
 
-def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> BlockMassConfig:
-    """About 64 query rows and up to a block of keys, as shared memory allows; a tile has `rows` rows."""
+def default_config(rows: int, all_rows: int, block_size: int, head_dim: int, dtype: Any) -> BlockMassConfig:
+    """Two programs share a multiprocessor: 128 query rows if that makes three programs for each, 64 otherwise."""
     most, itemsize = math.gcd(block_size, 128), jnp.dtype(dtype).itemsize
     if itemsize == 4:
         side, warps = full_precision_tile(head_dim)
         return BlockMassConfig(1, min(most, side), warps, stages=1)
-    tiles = max(1, 64 // rows)
+    tiles = max(1, (128 if all_rows >= 3 * 128 * multiprocessors() else 64) // rows)
     held = max(16, pl.next_power_of_2(tiles * rows))
     for keys, stages in ((128, 3), (128, 2), (128, 1), (64, 1), (32, 1), (16, 1)):
         in_flight = stages * block_size if stages > 1 else keys  # Triton's pipeline holds all tiles of a block at once
-        if (held + in_flight) * head_dim * itemsize <= shared_memory():
+        if 2 * (held + in_flight) * head_dim * itemsize <= shared_memory():
             break
     return BlockMassConfig(tiles, min(most, keys), 8 if held > 64 else 4, stages)
 
@@ -76,7 +76,7 @@ def block_mass(
     rows = block_size // stride * group
     given = f"{block_size // stride} queries of a tile times {group} heads"
     require(rows <= _MOST_ROWS, f"block_mass on Triton: {given}: at most {_MOST_ROWS}", Unsupported)
-    config = config or default_config(rows, block_size, head_dim, k.dtype)
+    config = config or default_config(rows, batch * kv_heads * blocks * rows, block_size, head_dim, k.dtype)
     held = max(16, pl.next_power_of_2(config.tiles * rows))
     # As many programs in a part as may write at once.
     programs = cdiv(blocks, config.tiles)
@@ -84,29 +84,29 @@ def block_mass(
     parts = cdiv(programs, part)
     tiles = parts * part * config.tiles
     positions = jnp.minimum(sampled_positions(lengths, tiles, block_size, stride), length - 1)  # [B, N', S]
-    places = positions.reshape(batch, -1)
-    queries = jnp.take_along_axis(q, places[..., None, None], axis=1, mode="promise_in_bounds")
+    queries = jnp.take_along_axis(q, positions.reshape(batch, -1, 1, 1), axis=1, mode="promise_in_bounds")
     # Rows of a tile side by side: [B, Hkv, programs, tiles x S x G, d].
     queries = queries.reshape(batch, parts * part, config.tiles * (block_size // stride), kv_heads, group, head_dim)
     queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)
-    places = jnp.repeat(positions.reshape(batch, parts * part, -1), group, axis=-1)
+    before = jnp.arange(tiles)[:, None] * block_size < lengths[:, None, None]  # tiles that begin before the length
+    places = jnp.where(before, positions, -1).reshape(batch, parts * part, -1).repeat(group, axis=-1)
     kernel = partial(_peaks, block_size=block_size, held=held, totals=largest, config=config, interpret=interpret)
 
     def of_part(number: Array) -> Float32[Array, "B Hkv t N"]:
         first = number * part
         own = lax.dynamic_slice_in_dim(queries, first, part, axis=2)
         where = lax.dynamic_slice_in_dim(places, first, part, axis=1)
-        (peaks,) = triton_call(
+        peaks, sums = triton_call(
             kernel,
             (own, where, k, lengths, first[None].astype(jnp.int32)),
-            [((batch, kv_heads, part, blocks, held), jnp.float32)],
-            grid=(kv_heads * part, batch),
+            [((batch, kv_heads, part, blocks, held), jnp.float32), ((batch, kv_heads, part, held), jnp.float32)],
+            grid=(part, kv_heads, batch),
             name="block_mass",
             warps=config.warps,
             stages=config.stages,
             interpret=interpret,
         )
-        return _mass(peaks, first, where, lengths, config.tiles, rows, block_size, largest)
+        return _mass(peaks, sums, where, config.tiles, block_size, largest)
 
     masses = lax.map(of_part, jnp.arange(parts, dtype=jnp.int32))  # [parts, B, Hkv, t, N]
     return jnp.moveaxis(masses, 0, 2).reshape(batch, kv_heads, tiles, blocks)[:, :, :blocks]
@@ -114,26 +114,19 @@ def block_mass(
 
 def _mass(
     peaks: Float32[Array, "B Hkv p N held"],
-    first: Int[Array, ""],
-    places: Int[Array, "B p rows"],
-    lengths: Int[Array, " B"],
+    sums: Float32[Array, "B Hkv p held"],
+    places: Int[Array, "B p rows"],  # -1: sees nothing
     tiles: int,
-    rows: int,
     block_size: int,
     largest: bool,
 ) -> Float32[Array, "B Hkv t N"]:
     """The softmax of each row over its blocks, added up over the rows of a tile, or its largest."""
     batch, kv_heads, part, blocks, _ = peaks.shape
-    peaks = peaks[..., : tiles * rows]
     seen = (jnp.arange(blocks)[:, None] <= places[:, :, None] // block_size)[:, None]  # [B, 1, p, N, rows]
-    peaks = jnp.where(seen, peaks, MASKED)
-    weights = jnp.exp2(peaks - peaks.max(axis=3, keepdims=True))
-    shares = jnp.where(seen, weights / weights.sum(axis=3, keepdims=True), 0)
-    shares = shares.reshape(batch, kv_heads, part, blocks, tiles, rows)
+    shares = jnp.where(seen, jnp.exp2(peaks - sums[..., None, :])[..., : seen.shape[-1]], 0)
+    shares = shares.reshape(batch, kv_heads, part, blocks, tiles, -1)
     mass = shares.max(axis=-1) if largest else shares.sum(axis=-1)
-    mass = jnp.moveaxis(mass, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
-    begins = (first * tiles + jnp.arange(part * tiles)) * block_size
-    return jnp.where((begins < lengths[:, None])[:, None, :, None], mass, 0)
+    return jnp.moveaxis(mass, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
 
 
 def _peaks(
@@ -143,6 +136,7 @@ def _peaks(
     lengths_ref: Any,
     first_ref: Any,
     out_ref: Any,
+    sums_ref: Any,
     *,
     block_size: int,
     held: int,
@@ -150,10 +144,10 @@ def _peaks(
     config: BlockMassConfig,
     interpret: bool,
 ) -> None:
-    """The highest score or the log-sum-exp, to base 2, of each row of a program in each block up to its last tile."""
+    """The highest score or log-sum-exp of each row in each block, and the log-sum-exp of these, to base 2."""
     _, _, part, count, head_dim = q_ref.shape
-    head, turn = quotient_and_remainder(pl.program_id(0), part)
-    program, row = part - 1 - turn, pl.program_id(1)  # the last tiles, which see most, come first
+    turn, head, row = (pl.program_id(axis) for axis in range(3))
+    program = part - 1 - turn  # the last tiles, which see most, come first
     length = lengths_ref[row]
     first_tile = (first_ref[0] + program) * config.tiles
     lanes, columns = jnp.arange(held), jnp.arange(config.keys)
@@ -165,7 +159,8 @@ def _peaks(
     alive = first_tile * block_size < length
     end = jnp.minimum(first_tile + config.tiles, (length + block_size - 1) // block_size)
 
-    def one_block(block: Array, carry: Array, *, masked: bool) -> Array:
+    def one_block(block: Array, state: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
+        highest, summed = state
         peak, total = jnp.full((held,), MASKED, jnp.float32), jnp.zeros((held,), jnp.float32)
         for step in range(steps):
             start = block * block_size + step * config.keys
@@ -184,8 +179,11 @@ def _peaks(
             peak = higher
         found = scale * peak + jnp.log2(total) if totals else scale * peak
         pltriton.store(out_ref.at[row, head, program, block, :], found)
-        return carry
+        higher = jnp.maximum(highest, found)
+        return higher, summed * jnp.exp2(highest - higher) + jnp.exp2(found - higher)
 
     whole = jnp.where(alive, first_tile, 0)
-    lax.fori_loop(0, whole, partial(one_block, masked=False), jnp.int32(0))
-    lax.fori_loop(whole, jnp.where(alive, end, whole), partial(one_block, masked=True), jnp.int32(0))
+    state = jnp.full((held,), MASKED, jnp.float32), jnp.zeros((held,), jnp.float32)
+    state = lax.fori_loop(0, whole, partial(one_block, masked=False), state)
+    highest, summed = lax.fori_loop(whole, jnp.where(alive, end, whole), partial(one_block, masked=True), state)
+    pltriton.store(sums_ref.at[row, head, program, :], highest + jnp.log2(summed))
