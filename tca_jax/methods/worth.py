@@ -25,7 +25,7 @@ BLOCK = 128
 WINDOW = 256
 RESERVE = WINDOW // 2  # tokens of each head for a question in the prompt
 OBSERVED, SPREAD = 64, 16  # last queries that choose them, and tokens that a chosen one's score reaches
-_STRIDE = 16  # every which query of a tile estimates the mass of blocks
+_STRIDE = 32  # every which query of a tile estimates the mass of blocks
 
 
 class ReadSettings(NamedTuple):
