@@ -111,10 +111,7 @@ class SelfAttention(nnx.Module):
         self.k_norm = make.norm(c.head_dim) if c.qk_norm else None
 
     def project(
-        self,
-        x: Float[Array, "*tokens D"],
-        cos: Float[Array, "*tokens half"],
-        sin: Float[Array, "*tokens half"],
+        self, x: Float[Array, "*tokens D"], cos: Float[Array, "*tokens half"], sin: Float[Array, "*tokens half"]
     ) -> tuple[Float[Array, "*tokens Hq d"], Float[Array, "*tokens Hkv d"], Float[Array, "*tokens Hkv d"]]:
         """Queries, keys and values of the tokens, with QK norm and RoPE applied."""
         with jax.named_scope("qkv"):
@@ -230,11 +227,7 @@ class Decoder(nnx.Module):
         self.head = None if config.tie_embeddings else make.linear(width, config.vocab_size, **of_head)
 
     def __call__(
-        self,
-        tokens: Int[Array, "B L"],
-        positions: Int[Array, "B L"],
-        attention: Attention,
-        states: Sequence[Any],
+        self, tokens: Int[Array, "B L"], positions: Int[Array, "B L"], attention: Attention, states: Sequence[Any]
     ) -> tuple[Float[Array, "B L D"], tuple[Any, ...]]:
         """Run all layers, unrolled.
 

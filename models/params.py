@@ -178,10 +178,7 @@ def read_quantization(folder: Path) -> StoredQuantization | None:
 
 
 def save_decoder(
-    folder: Path,
-    decoder: Decoder,
-    dtype: DTypeLike,
-    config_entries: Mapping[str, Any] | None = None,
+    folder: Path, decoder: Decoder, dtype: DTypeLike, config_entries: Mapping[str, Any] | None = None
 ) -> None:
     """Write `model.safetensors` and `config.json` that transformers loads. Takes a host copy of all weights.
 

@@ -56,18 +56,17 @@ def device_graphdef(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLik
         num_kv_heads=config.num_kv_heads // devices,
         intermediate_size=config.intermediate_size // devices,
     )
-    options: Any = {"dtype": dtype, "param_dtype": param_dtype, "chunks": _overlapping_chunks(config, devices)}
+    options: Any = {"dtype": dtype, "param_dtype": param_dtype, "chunks": layer_chunks(config, devices)}
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(part, sharded=True, **options, rngs=nnx.Rngs(0))))
 
 
-def _overlapping_chunks(config: ModelConfig, devices: int) -> tuple[int, ...] | None:
-    """Tokens of the chunks in one step of a loop, whose products overlap with the sum of the chunk before.
+def layer_chunks(config: ModelConfig, devices: int) -> tuple[int, ...]:
+    """Tokens of the chunks in one step of a layer's second half, whose products overlap with the sum before.
 
-    They differ in size, or XLA would fuse their additions, which then wait for all sums. None for one device, which
-    sums nothing.
+    They differ in size, or XLA would fuse their additions, which then wait for all sums. One device sums nothing.
     """
     if devices == 1:
-        return None
+        return (chunk_size(config.intermediate_size),)
     least = -(-devices * _PART_ELEMENTS // config.hidden_size)
     chunk = max(chunk_size(config.intermediate_size), 1 << max(0, least - 1).bit_length())
     return tuple(max(1, part * chunk // 16) for part in _OVERLAPPING)

@@ -32,11 +32,7 @@ OPERATIONS = {
         ("B L Hq d",),
         ("block_size", "window"),
     ),
-    "paged_attention": (
-        {"q": "B m Hq d", **PAGES, "first": "B", "newest": "B"},
-        ("B m Hq d", "B m Hq"),
-        ("window",),
-    ),
+    "paged_attention": ({"q": "B m Hq d", **PAGES, "first": "B", "newest": "B"}, ("B m Hq d", "B m Hq"), ("window",)),
     "block_mass": ({"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv N N",), ("block_size", "stride")),
     "causal_attention": ({**TOKENS, "lengths": "B"}, ("B L Hq d",), ()),
 }

@@ -74,7 +74,9 @@ def feed(
     options: dict[str, Any] = {"queries": watch is not None, "backend": backend}
     bare, outer = lm.without_weights, lm.without_layers
     logits, found = jnp.zeros((tokens.shape[0], lm.config.vocab_size), jnp.float32), []
-    for column in range(0, tokens.shape[1], piece):
+    known = isinstance(lengths, np.ndarray) and not keep_hidden
+    columns = int(np.max(starts % b + lengths)) if known else tokens.shape[1]
+    for column in range(0, columns, piece):  # pieces without tokens are left out
         new = tokens, starts, lengths, calls.number(column)
         x, cos, sin, here = calls(_feed_begin_program, outer, *new, columns=piece)
         begin = rows.start

@@ -25,14 +25,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder, DecoderLayer
 from tca_jax.models.names import MODEL
 from tca_jax.models.rope import fixed_frequencies
-from tca_jax.models.sharding import (
-    axis_size,
-    check_mesh,
-    device_graphdef,
-    parameter_specs,
-    shard_decoder,
-    whole_mesh,
-)
+from tca_jax.models.sharding import axis_size, check_mesh, device_graphdef, parameter_specs, shard_decoder, whole_mesh
 from tca_jax.pallas_kernels.kv import CODES, num_bytes
 
 #: What keys and values may be stored in beside the model's own dtype, by the name that users give.

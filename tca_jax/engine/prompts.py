@@ -23,10 +23,9 @@ _SPACE = " \n"  # that templates may strip from messages
 def bucket_length(length: int, smallest: int = _SMALLEST) -> int:
     """Smallest bucket that holds `length` tokens, at least 1: a multiple of `smallest`, a power of two.
 
-    Eight buckets an octave, so from 128 tokens on at most 12.5% of a bucket is padding, and a service that sees every
-    length up to a million compiles about a hundred programs.
+    Four buckets an octave: a service that sees every length up to a million compiles for about fifty.
     """
-    step = max(smallest, 1 << max(0, length.bit_length() - 4))
+    step = max(smallest, 1 << max(0, length.bit_length() - 3))
     return round_up(length, step)
 
 

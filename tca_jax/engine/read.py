@@ -20,32 +20,17 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import (
-    CACHES,
-    LAYER_WEIGHTS,
-    ROWS,
-    SAME,
-    OverMesh,
-    mean_of_devices,
-    on_host,
-    rows_of_device,
-)
+from tca_jax.engine.mesh import CACHES, LAYER_WEIGHTS, ROWS, SAME, OverMesh, mean_of_devices, on_host, rows_of_device
 from tca_jax.engine.pages import NO_POOL, NO_TABLE, Rows, Widths, runtime_number
-from tca_jax.engine.prompts import bucket_length
 from tca_jax.errors import UserError
-from tca_jax.methods.base import (
-    Attended,
-    BlockMeans,
-    Heads,
-    Method,
-    last_queries,
-)
+from tca_jax.methods.base import Attended, BlockMeans, Heads, Method, last_queries
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.regions import Regions, Selection, causal_pairs
 from tca_jax.models.names import MODEL, parameters
-from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.models.sharding import DATA, axis_size, layer_chunks
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.numerics import cdiv, round_up
 from tca_jax.programs import Program
 
 
@@ -129,7 +114,6 @@ def read(
         if then is not None and program.seconds:
             then(*program.shapes)
         return calls.wait(program)(*given)
-    tokens, lengths, most = map(jnp.asarray, (tokens, lengths, most))
     if lm.method.cache.reader is not None and layout.has_ranked_blocks:
         return lm.method.cache.reader(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
     layers = Layers(lm, tokens, lengths, most, layout, calls, backend)
@@ -161,7 +145,11 @@ class Layers:
     def __init__(
         self, lm: LM, tokens: Any, lengths: Any, most: Any, layout: Any, calls: Calls, backend: Backend
     ) -> None:
-        self._lm, self._tokens, self._lengths, self._most, self._calls = lm, tokens, lengths, most, calls
+        devices, step = axis_size(lm.mesh, DATA), sum(layer_chunks(lm.config, axis_size(lm.mesh, MODEL)))
+        known = lengths.reshape(devices, -1) if isinstance(lengths, np.ndarray) else None
+        self._sizes, self._chunks = chunks_of_tokens(known, tokens.size // devices, tokens.shape[1], step)
+        self._lm, self._calls = lm, calls
+        self._tokens, self._lengths, self._most = map(jnp.asarray, (tokens, lengths, most))
         of_prompts = None if layout is None else lm.cache_layout(layout.batch, layout.prompt_tokens)
         self._room = 0  # tokens of a row that scores may keep
         if of_prompts is not None and lm.method.cache.by_scores:
@@ -182,8 +170,8 @@ class Layers:
 
     def read(self, number: int, rows: Any) -> Any:
         """Reads a layer, up to the second half of the last one, into rows."""
-        if number:
-            self.x = self._call(after_program, *self._second_half(number - 1))
+        for start, size in self._chunks if number else ():
+            self.x = self._call(after_program, *self._second_half(number - 1, start), size=size)
         given, static = self._first_half(number, rows)
         self.out, self.shares, rows = self._call(attend_program, *given, **static)
         return rows
@@ -224,13 +212,14 @@ class Layers:
                 if then is not None:
                     shape = len(self._lengths), self._lm.config.vocab_size
                     then(jax.ShapeDtypeStruct(shape, jnp.float32), rows, self.shares)
-        self._start(after_program, *self._second_half(0))
+        for size in self._sizes:
+            self._start(after_program, *self._second_half(0, 0), size=size)
         if rows is not None:  # else the caller needs no end
             self._start(end_program, *self._end(self._lengths))
 
     def _start(self, program: Program, *args: Any, **static: Any) -> Any:
         """A program for all layers that share it: to look it up takes longer than to call it."""
-        key = program, static.get("layer")
+        key = program, static.get("layer"), static.get("size")
         if key not in self._programs:
             self._programs[key] = self._calls.start(program, *args, **static)
         return self._programs[key]
@@ -246,8 +235,9 @@ class Layers:
         given = self._lm.without_weights, *own, *map(self._calls.number, (self._room, number))
         return given, {**self._static, "layer": number if self._lm.method.layers_differ else None}
 
-    def _second_half(self, number: int) -> tuple[Any, ...]:
-        return self._lm.without_weights, self._lm.layer_params(number), self.x, self.out
+    def _second_half(self, number: int, start: int) -> tuple[Any, ...]:
+        weights = self._lm.layer_params(number)
+        return self._lm.without_weights, weights, self.x, self.out, self._calls.number(start)
 
     def _end(self, of_rows: Any) -> tuple[Any, ...]:
         weights = self._lm.layer_params(self._lm.config.num_layers - 1)
@@ -280,11 +270,37 @@ def _end(
     return logits, mean_of_devices(shares, lm.head_shards) / lm.config.num_layers
 
 
+def chunks_of_tokens(
+    lengths: Int[np.ndarray, "devices B"] | None,  # None where the host does not know them
+    tokens: int,  # of a device, padding included
+    columns: int,  # of a row, L
+    step: int,  # most tokens of a chunk
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Sizes that chunks may have, and the chunks (start, size) that hold the tokens of prompts, on any device."""
+    if lengths is None or 2 * tokens <= step:  # the host calls no two programs as fast as a device reads so few
+        return [tokens], [(0, tokens)]
+    unit, place, chunks = max(1, step // 16), 0, list[tuple[int, int]]()
+    sizes = [size for size in (16 * unit, 4 * unit, unit, tokens % unit) if 0 < size <= tokens]
+    there = (np.arange(columns) < lengths[..., None]).any(axis=0).ravel()
+    used: Any = np.pad(there, (0, -tokens % unit)).reshape(-1, unit).any(axis=1)
+    while (start := place * unit) < tokens:
+        fitting = (s for s in sizes if start + s <= tokens and used[place : place + cdiv(s, unit)].all())
+        chunks += [(start, size)] if (size := next(fitting, 0)) else []
+        place += cdiv(size, unit) or 1
+    return sizes, chunks
+
+
 def _after_attention(
-    lm: LM, weights: Any, x: Float[Array, "B L D"], out: Float[Array, "B L Hq d"]
+    lm: LM, weights: Any, x: Float[Array, "B L D"], out: Float[Array, "B L Hq d"], start: Int[Array, ""], *, size: int
 ) -> Float[Array, "B L D"]:
-    """The second half of a layer of prompts."""
-    return lm.layer(weights).after_attention(x, out)
+    """The second half of a layer, of `size` tokens of the prompts, which are one row after the other."""
+    flat = [each.reshape(-1, *each.shape[2:]) for each in (x, out)]
+    chunk = (jax.lax.dynamic_slice_in_dim(each, start, size)[None] for each in flat)
+    layer = lm.layer(weights)
+    if 4 * size == sum(layer.chunks):  # on a mesh, these sums overlap with products, too
+        layer.chunks = tuple(each // 4 for each in layer.chunks)
+    new = layer.after_attention(*chunk)[0]
+    return jax.lax.dynamic_update_slice_in_dim(flat[0], new, start, axis=0).reshape(x.shape)
 
 
 def _attend_layer(
@@ -414,7 +430,7 @@ attend_program = Program(
     donate=(3, 4),
     one_layer=True,
 )
-after_program = Program(OverMesh(_after_attention, (LAYER_WEIGHTS, ROWS, OUT), ROWS), donate=(2,), one_layer=True)
+after_program = Program(OverMesh(_after_attention, (LAYER_WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), one_layer=True)
 end_program = Program(OverMesh(_end, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
 
@@ -426,20 +442,11 @@ def compacted(lm: LM, rows: Rows, calls: Calls) -> Rows:
     """The rows in a pool of about the pages that they name."""
     lm = lm.without_weights
     named = int(np.max(on_host(calls(_named_program, lm, rows))))
-    pages = bucket_length(named, smallest=1)
+    pages = round_up(named, 1 << max(0, named.bit_length() - 4))  # more would stay unused
     return rows if pages >= rows.num_pages else calls(_compact_program, lm, rows, pages=pages)
 
 
-def _fork(
-    lm: LM,
-    pool: Rows,
-    table: Rows,
-    source: Int[Array, " R"],
-    most: Int[Array, " R"],
-    *,
-    more_pages: int,
-    widths: Widths,
-) -> Rows:
+def _fork(lm: LM, pool: Rows, table: Rows, source: Array, most: Array, *, more_pages: int, widths: Widths) -> Rows:
     rows = dataclasses.replace(table, k=pool.k, v=pool.v)
     rows = rows.with_pages(more_pages) if more_pages else rows
     return rows.with_widths(widths).forked(source, most)

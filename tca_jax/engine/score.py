@@ -76,8 +76,8 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
         allowed = f"must have from 2 to {most}, one more than the positions of {lm.name}"
         require(2 <= n <= most, f"texts[{i}] has {n} tokens: {allowed}")
     rows_of_device(lm, len(ids), "texts")
-    padded, lengths = pad_tokens(ids, lm.pad_token_id)
-    tokens, places = jnp.asarray(padded), jnp.minimum(lengths, lm.config.max_context)
+    tokens, lengths = pad_tokens(ids, lm.pad_token_id)
+    places = np.minimum(lengths, lm.config.max_context)
     layers = Layers(lm.for_programs, tokens, places, places, None, Calls(), kernels)
     layers.run(None)
     (logprobs, _, top), shares = on_host(layers.finish(_score_texts_program, tokens, top=int(top_logprobs)))

@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tca_jax.engine import read
@@ -354,7 +353,7 @@ class Scheduler:
     def _read(self, group: list[Document], numbers: Numbers) -> Iterator[int]:
         """Reads documents into pages: starts to compile, then yields the tokens of each layer."""
         lm, pool, calls = self._lm.for_programs, self._pool, read.Calls()
-        tokens, lengths = map(jnp.asarray, pad_tokens([each.tokens for each in group], lm.pad_token_id))
+        tokens, lengths = pad_tokens([each.tokens for each in group], lm.pad_token_id)
         layout, backend = self._lm.cache_layout(len(group), tokens.shape[1]), self._backend
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:

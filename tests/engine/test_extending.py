@@ -47,4 +47,4 @@ def test_columns_are_blocks_or_whole_pieces():
     assert num_columns(127 + 128, 128) == 256
     assert num_columns(10_000, 128) % 2048 == 0
     for n in range(1, 40_000, 97):
-        assert n <= num_columns(n, 128) <= max(1.13 * n + 128, n + 2048)
+        assert n <= num_columns(n, 128) <= max(1.25 * n + 128, n + 2048)

@@ -62,7 +62,7 @@ def test_statistics_count_tokens_bytes_and_time(lm):
 def test_numbers_of_one_bucket_compile_once(lm):
     """Lengths, new tokens, seeds, temperatures and names are no parts of programs."""
     model, compiled = with_candidates(lm, UNEQUAL), []
-    lengths = [n for n in range(257, 277) if bucket_length(n) == 288]
+    lengths = [n for n in range(257, 277) if bucket_length(n) == 320]
     assert len(lengths) == 20
 
     def listen(event, duration, **kwargs):
@@ -72,7 +72,7 @@ def test_numbers_of_one_bucket_compile_once(lm):
     jax.monitoring.register_event_duration_secs_listener(listen)
     for n in lengths:
         out = tca_jax.generate_tokens(
-            model, np.ones((1, 288), np.int32), np.array([n], np.int32), jax.random.key(0), max_new_tokens=3
+            model, np.ones((1, 320), np.int32), np.array([n], np.int32), jax.random.key(0), max_new_tokens=3
         )
         out.block_until_ready()
     assert sum("generate_tokens" in str(name) for name in compiled) == 1, compiled
@@ -100,6 +100,32 @@ def test_a_stop_token_ends_its_row_alone(lm):
     arguments = jnp.array(prompts), jnp.array([120, 120], jnp.int32), jax.random.key(0)
     raw = tca_jax.generate_tokens(lm, *arguments, max_new_tokens=30, stop_tokens=(stop,))
     assert raw[0, first + 1 :].tolist() == [lm.pad_token_id] * (29 - first)
+
+
+def test_prompts_in_chunks_answer_alike(lm, monkeypatch):
+    prompts, options = [random_prompt(4, 150), random_prompt(5, 33)], {"max_new_tokens": 6, "stop_token_ids": ()}
+    expected = tca_jax.generate(lm, prompts, **options)
+    monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", 64 * CONFIG.intermediate_size)
+    sizes, run = [], read.Layers._call
+    monkeypatch.setattr(read.Layers, "_call", lambda *args, **static: sizes.append(static) or run(*args, **static))
+    assert tca_jax.generate(lm, prompts, **options).tokens == expected.tokens
+    assert [static["size"] for static in sizes if "size" in static] == [64, 64, 16, 4, 4, 16, 16, 4]
+
+
+@pytest.mark.parametrize("step", [3, 16, 64])
+def test_chunks_hold_tokens_and_little_padding(step):
+    rng = np.random.default_rng(0)
+    for lengths in rng.integers(1, 300, (50, 2, 3)):
+        columns = bucket_length(int(lengths.max()))
+        sizes, chunks = read.chunks_of_tokens(lengths, 3 * columns, columns, step)
+        used = (np.arange(columns) < lengths[..., None]).any(axis=0).ravel()
+        computed = np.zeros_like(used, int)
+        for start, size in chunks:
+            computed[start : start + size] += 1
+        assert {size for _, size in chunks} <= set(sizes)
+        assert computed.max() == 1
+        assert computed[used].all()
+        assert computed[~used].sum() <= 6 * (step // 16)  # at both ends of the padding of a row
 
 
 def test_short_prompts_in_one_program_answer_alike(lm, monkeypatch):

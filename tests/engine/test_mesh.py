@@ -72,7 +72,7 @@ def test_answers_are_those_of_one_device(mesh, changes, case):
 
 
 def test_small_chunks_say_what_one_device_says(monkeypatch):
-    chunks_of(16, lm_of(), monkeypatch)  # 4 x 96 tokens: six steps of four chunks of 14 to 18
+    chunks_of(16, lm_of(), monkeypatch)  # of 14 to 18 tokens, four of them in a program
     many = lm_of(mesh_of((1, 2)), name="in chunks")
     assert many.on_device(many.params).decoder.layers[0].chunks == (14, 18, 15, 17)
     check_same(many)

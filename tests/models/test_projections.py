@@ -13,15 +13,7 @@ from tiny import CONFIG
 
 from tca_jax.models import projections
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.projections import (
-    E4M3,
-    LARGEST_CODE,
-    Linear,
-    by_chunks,
-    dot_general,
-    quantize,
-    quantized_product,
-)
+from tca_jax.models.projections import E4M3, LARGEST_CODE, Linear, by_chunks, dot_general, quantize, quantized_product
 
 #: 33 tokens: one chunk, equal chunks and a rest, unequal chunks that end in the first or in a later chunk of a step.
 SIZES = [(33,), (8,), (11,), (5, 7, 6), (14, 18)]

@@ -62,13 +62,7 @@ XLA = {"xla": _takes}
         ({"triton": None, **XLA}, "triton", "9.0", ValueError, "sort on triton cannot be imported: .*; use 'auto'"),
         # The first of several that the operation has is as strict as one that is named alone.
         ({"triton": _refuses, **XLA}, ("triton", "auto"), "9.0", NotImplementedError, "odd head dim"),
-        (
-            {"triton": _takes, **XLA},
-            ("triton", "auto"),
-            "7.5",
-            ValueError,
-            "capability 8.0 or newer, .* has 7.5",
-        ),
+        ({"triton": _takes, **XLA}, ("triton", "auto"), "7.5", ValueError, "capability 8.0 or newer, .* has 7.5"),
     ],
 )
 def test_refusals(operation, gpu, implementations, backend, capability, error, message):

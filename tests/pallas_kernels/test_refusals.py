@@ -44,10 +44,7 @@ DECLINED = {
     ("block_mass", "triton"): [
         NARROW,
         SHORT,
-        (
-            {"dtype": {"q": jnp.float32}},
-            r"types \['bfloat16', 'float32'\]: must be one of bfloat16",
-        ),
+        ({"dtype": {"q": jnp.float32}}, r"types \['bfloat16', 'float32'\]: must be one of bfloat16"),
         ({"stride": 1}, "128 queries of a tile times 4 heads: at most 256"),
     ],
     ("prefill_attention", "triton"): [NARROW, SHORT],

@@ -78,12 +78,7 @@ class Serving(RuleBasedStateMachine):
         self.ids[longer] = self.engine.append(self.ids[parts], more)
         return longer
 
-    @rule(
-        target=streams,
-        parts=st.one_of(documents, st.just(())),
-        number=st.integers(0, 1),
-        drawing=st.integers(0, 1),
-    )
+    @rule(target=streams, parts=st.one_of(documents, st.just(())), number=st.integers(0, 1), drawing=st.integers(0, 1))
     def ask(self, parts, number, drawing):
         if parts and parts not in self.ids:
             return multiple()
