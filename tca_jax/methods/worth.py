@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -200,8 +199,11 @@ def block_means(
     total = jnp.maximum(p.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     p /= total
     entropy = (jnp.log(total) - (p * logits).sum(axis=-1, keepdims=True))[..., 0]
-    weights = jnp.moveaxis(p.astype(k.dtype), 1, -1)[..., None].astype(jnp.float32)
-    tokens = (x.reshape(batch, blocks, block_size, kv_heads, -1).astype(jnp.float32) for x in (k, v))
-    # Neither a matrix product nor joined with what follows: for both XLA would transpose k and v.
-    mean_k, mean_v = jax.lax.optimization_barrier(tuple((weights * x).sum(axis=2) for x in tokens))
-    return BlockMeans(mean_k, mean_v, jnp.where(there.any(axis=-1), entropy, -jnp.inf))
+
+    def mean(x: Array) -> Float32[Array, "B N Hkv d"]:
+        # The means of each head's weights over all heads' tokens: for products per head XLA would transpose k and v.
+        shape, tokens = (batch, blocks, kv_heads, kv_heads, -1), x.reshape(batch, blocks, block_size, -1)
+        means = jnp.einsum("bhnt,bntx->bnhx", p.astype(x.dtype), tokens, preferred_element_type=jnp.float32)
+        return jnp.einsum("bnhhd->bnhd", means.reshape(shape))
+
+    return BlockMeans(mean(k), mean(v), jnp.where(there.any(axis=-1), entropy, -jnp.inf))
