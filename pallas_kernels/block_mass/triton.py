@@ -27,6 +27,7 @@ from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2
 
 _MOST_ROWS = 256  # of a program
 _MOST_BYTES = 2**29  # of the highest scores of a part of the tiles
+_UNSEEN = -(2.0**99)  # score of a masked token: a power of two, whose product with any scale is exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +157,12 @@ def _peaks(
     q = pltriton.load(q_ref.at[row, head, program, at[:, None], dims[None, :]], mask=own[:, None], other=0.0)
     place = pltriton.load(places_ref.at[row, program, at], mask=own, other=0)
     scale, steps = LOG2E / math.sqrt(head_dim), block_size // config.keys
-    alive = first_tile * block_size < length
+    power, alive = partial(scaled_exp2, interpret=interpret), first_tile * block_size < length
     end = jnp.minimum(first_tile + config.tiles, (length + block_size - 1) // block_size)
 
     def one_block(block: Array, state: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
         highest, summed = state
-        peak, total = jnp.full((held,), MASKED, jnp.float32), jnp.zeros((held,), jnp.float32)
+        peak, total = jnp.full((held,), _UNSEEN, jnp.float32), jnp.zeros((held,), jnp.float32)
         for step in range(steps):
             start = block * block_size + step * config.keys
             where = k_ref.at[row, pl.ds(start, config.keys), head, :]
@@ -170,17 +171,17 @@ def _peaks(
             k = pltriton.load(where, mask=inside, other=0.0) if masked else where[...]
             scores = dot(q, k, transposed=True)
             if masked:
-                scores = jnp.where(token[None, :] <= place[:, None], scores, MASKED)
+                scores = jnp.where(token[None, :] <= place[:, None], scores, _UNSEEN)
             higher = jnp.maximum(peak, jnp.max(scores, axis=1))
             if totals:
-                shift = jnp.broadcast_to(-scale * higher[:, None], scores.shape)
-                powers = scaled_exp2(scores, scale, shift, interpret=interpret)
-                total = total * jnp.exp2(scale * (peak - higher)) + jnp.sum(powers, axis=1)
+                shift = -scale * higher
+                powers = power(scores, scale, jnp.broadcast_to(shift[:, None], scores.shape))
+                total = total * power(peak, scale, shift) + jnp.sum(powers, axis=1)
             peak = higher
         found = scale * peak + jnp.log2(total) if totals else scale * peak
         pltriton.store(out_ref.at[row, head, program, block, :], found)
         higher = jnp.maximum(highest, found)
-        return higher, summed * jnp.exp2(highest - higher) + jnp.exp2(found - higher)
+        return higher, summed * power(highest, 1.0, -higher) + power(found, 1.0, -higher)
 
     whole = jnp.where(alive, first_tile, 0)
     state = jnp.full((held,), MASKED, jnp.float32), jnp.zeros((held,), jnp.float32)
