@@ -11,13 +11,13 @@ from .engine.contexts import prefill as prefill
 from .engine.generation import Output as Output
 from .engine.generation import Stats as Stats
 from .engine.generation import generate as generate
-from .engine.generation import generate_tokens as generate_tokens
 from .engine.generation import stream as stream
 from .engine.generation_config import GenerationConfig as GenerationConfig
 from .engine.lm import LM as LM
 from .engine.sampling import Sampling as Sampling
 from .engine.score import Scores as Scores
 from .engine.score import score as score
+from .engine.traced import generate_tokens as generate_tokens
 from .errors import UserError as UserError
 from .functional import attend as attend
 from .functional import select as select

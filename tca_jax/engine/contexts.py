@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
 import time
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,37 +19,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.engine.cache import CacheLayout, require_memory, spare_pages
+from tca_jax.engine.cache import require_memory
+from tca_jax.engine.extend import feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import CACHES, STATIC, HeadShards, mesh_name, on_host, place, rows_of_device
-from tca_jax.engine.pages import Rows
-from tca_jax.engine.prompts import (
-    Prompt,
-    bucket_length,
-    encode_appended,
-    encode_prompts,
-    pad_tokens,
-    require_positions,
-)
-from tca_jax.engine.read import (
-    Calls,
-    ReadRows,
-    Then,
-    compacted,
-    fork,
-    read,
-    require_finite,
-)
-from tca_jax.errors import require, require_type
+from tca_jax.engine.mesh import CACHES, STATIC, HeadShards, mesh_name, on_host, place
+from tca_jax.engine.pages import FreePages, Rows, Scored
+from tca_jax.engine.prompt_rows import Prompts
+from tca_jax.engine.prompts import Prompt, encode_appended, pad_tokens
+from tca_jax.engine.read import Calls, ReadRows, Then, compacted, fork
+from tca_jax.errors import explaining, require
 from tca_jax.methods.full import BASELINE
+from tca_jax.methods.registry import describe_method
 from tca_jax.models.config import ModelConfig
+from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
-from tca_jax.pallas_kernels.kv import CODES, num_bytes
-from tca_jax.pallas_kernels.numerics import cdiv
+from tca_jax.pallas_kernels.kv import CODES, EightBits, num_bytes
+from tca_jax.persistence import load, save
 
-#: Arrays of a context beside those of its rows.
-OF_ROWS = ("tokens", "lengths", "attended_share")
+FORMAT_VERSION = 4
+_KIND = "context"
+_PARTS = "k", "v", "pages", "kept", "start", "own", "length", "scored"  # arrays of rows
+_OF_ROWS = "tokens", "lengths", "attended_share"  # arrays of a context beside these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +56,6 @@ class ContextIdentity:
 
 def identity_of(lm: LM) -> ContextIdentity:
     """The identity of contexts that a model makes under its method."""
-    from tca_jax.methods.registry import describe_method
-
     described = describe_method(lm.method)
     if lm.settings is not None:
         digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(lm.settings))).hexdigest()
@@ -172,7 +162,7 @@ class Context:
             tokens=lengths.tolist(),
             kv_cache_bytes=rows.used_bytes,
             full_kv_cache_bytes=2 * full * pages,
-            kept_share=kept_share(rows, lengths),
+            kept_share=rows.kept_share(lengths),
             attended_share=float(np.mean(np.asarray(self.attended_share))),
             compile_seconds=self.compile_seconds,
             prefill_seconds=self.prefill_seconds,
@@ -219,8 +209,16 @@ class Context:
         if not isinstance(self.rows.start, np.ndarray):
             return self
         put = jnp.asarray if lm.mesh is None else functools.partial(place, CACHES, mesh=lm.mesh)
-        rows: dict[str, Any] = {name: jnp.asarray(getattr(self, name)) for name in OF_ROWS}
+        rows: dict[str, Any] = {name: jnp.asarray(getattr(self, name)) for name in _OF_ROWS}
         return dataclasses.replace(self, rows=jax.tree.map(put, self.rows), **rows)
+
+    def continued_by(self, lm: LM, prompts: Any) -> Continuation:
+        """Prompts for a model that are appended to it, as `generate` takes them."""
+        own, b = self.on(lm), self.rows.page_size
+        ids = encode_appended(lm, prompts, own.batch, own.token_ids)
+        starts = np.broadcast_to(np.asarray(own.lengths), len(ids)).tolist()
+        columns = num_columns(max(start % b + len(new) for start, new in zip(starts, ids, strict=True)), b)
+        return Continuation(lm, ids, starts, columns, own.tokens.shape[1], context=own)
 
     def to_host(self) -> Context:
         """The context with its arrays in the host's memory. `on` brings them back, as every call does for itself."""
@@ -235,9 +233,23 @@ class Context:
         Raises:
             OSError: it cannot be written; what was there before is intact.
         """
-        from tca_jax.engine.saved_contexts import save_context
-
-        save_context(directory, vars(self))
+        rows, shards = on_host(self.rows), self.shards
+        parts = {name: np.asarray(getattr(self, name)) for name in _OF_ROWS}
+        parts |= {name: getattr(rows, name) for name in _PARTS}
+        leaves = jax.tree_util.tree_leaves_with_path(parts)
+        arrays = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+        metadata = {
+            "format_version": FORMAT_VERSION,
+            "identity": dataclasses.asdict(self.identity),
+            "window": self.window,
+            "window_pages": rows.window_pages,
+            "shards": None if shards is None else dataclasses.asdict(shards),
+            "dtype": rows.k.dtype.name,
+            "library_version": importlib.metadata.version("tca-jax"),
+        }
+        # As bytes: NumPy has no bfloat16 of its own, and what is read back must be what was written, bit for bit.
+        arrays = {name: x.view(np.uint8) if x.dtype.name == metadata["dtype"] else x for name, x in arrays.items()}
+        save(_KIND, directory, arrays, metadata)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Context:
@@ -249,9 +261,14 @@ class Context:
             FileNotFoundError: `directory` does not exist.
             ValueError: there is none in it, or it is damaged or of another version; the message names the folder.
         """
-        from tca_jax.engine.saved_contexts import load_context
-
-        return cls(**load_context(directory), compile_seconds=0.0, prefill_seconds=0.0)
+        folder, metadata, arrays = load(_KIND, directory)
+        version = metadata.get("format_version") if isinstance(metadata, dict) else None
+        reads = f"tca_jax {importlib.metadata.version('tca-jax')} reads {FORMAT_VERSION}"
+        again = f"{folder}: format_version = {version!r}: {reads}; read the document again and save that context"
+        require(version == FORMAT_VERSION, again)
+        broken = (ValueError, TypeError, KeyError, AttributeError)
+        with explaining(f"{folder}: damaged, or of another version of tca_jax", *broken):
+            return cls(**_fields(metadata, arrays), compile_seconds=0.0, prefill_seconds=0.0)
 
 
 def prefill(
@@ -276,7 +293,7 @@ def prefill(
         TypeError: an argument is of a wrong type.
     """
     require_lm(lm)
-    kernels, calls, checked = resolve_backend(backend), Calls(), Prompts.create(lm, prompts, context)
+    kernels, calls, checked = resolve_backend(backend), Calls(), Prompts.of(lm, prompts, context)
     checked.require_positions(0)
     require_memory(checked.kv_cache_bytes, f"contexts of {len(checked.ids)} prompts")
     begun = time.perf_counter()
@@ -285,129 +302,68 @@ def prefill(
     seconds = time.perf_counter() - begun - calls.compile_seconds
     finite, shares = on_host((jnp.isfinite(logits).all(axis=-1), shares))
     checked.require_finite(finite)
-    tokens, lengths = map(jnp.asarray, pad_tokens(checked.with_contexts, lm.pad_token_id))
+    tokens, lengths = map(jnp.asarray, pad_tokens(checked.all_tokens, lm.pad_token_id))
     made = calls.compile_seconds, seconds, lm.method.cache.window, lm.head_shards, identity_of(lm)
     return Context(rows, tokens, lengths, jnp.asarray(shares), *made)
 
 
-def kept_share(rows: Rows, fed: np.ndarray) -> float:
-    """Tokens in pages over tokens fed, mean over rows, layers and KV heads."""
-    kept, start = on_host((rows.kept, rows.start))
-    if kept.ndim > 3:  # of the devices of a mesh: on "data", on "model", which agree on the start
-        of_rows, start = kept.mean(axis=(1, 2, 4)).reshape(-1), start[:, 0].reshape(-1)
-    else:
-        of_rows = kept.mean(axis=(0, 2))
-    return float(np.mean((of_rows + fed - start) / fed))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Continuation(Prompts):
+    """Prompts that are appended to a context."""
 
+    context: Context  # on the model's devices
 
-@dataclasses.dataclass(frozen=True)
-class Prompts:
-    """Prompts of a call, alone or after a context, as they are read. `times` rows continue each, side by side."""
-
-    lm: LM
-    ids: list[list[int]]  # token ids of each
-    context: Context | None  # on the model's devices
-    times: int = 1
-    fed_tokens: int = 0  # that each row has room for after its prompt
-
-    @classmethod
-    def create(cls, lm: LM, prompts: Any, context: Any) -> Prompts:
-        """Checks that the context is the model's, and encodes the prompts."""
-        if context is None:
-            return cls(lm, encode_prompts(lm, prompts), None)
-        require_type("context", context, Context, "a Context, from tca_jax.prefill")
-        context = context.on(lm)
-        return cls(lm, encode_appended(lm, prompts, context.batch, context.token_ids), context)
-
-    def before(self, prompt: int) -> list[int]:
-        """Tokens of the context before a prompt."""
-        return [] if self.context is None else self.context.token_ids(prompt % self.context.batch)
-
-    @functools.cached_property
-    def starts(self) -> list[int]:
-        """Tokens of the context before each prompt."""
-        held = [0] if self.context is None else np.asarray(self.context.lengths)
-        return np.broadcast_to(held, len(self.ids)).tolist()
-
-    @functools.cached_property
-    def ends(self) -> list[int]:
-        """Tokens of each prompt, those of the context included."""
-        return [start + len(ids) for start, ids in zip(self.starts, self.ids, strict=True)]
-
-    @property
-    def row_lengths(self) -> Int[np.ndarray, " R"]:
-        """The same of each row that continues one."""
-        return np.repeat(np.asarray(self.ends, np.int32), self.times)
-
-    @property
-    def with_contexts(self) -> list[list[int]]:
-        """Token ids of each prompt, those of the context included."""
-        return [self.before(i) + ids for i, ids in enumerate(self.ids)]
-
-    def require_positions(self, *new_tokens: int) -> None:
-        """Raises ValueError if a prompt leaves no positions for its answer, of one length or of its own."""
-        for i, (start, ids) in enumerate(zip(self.starts, self.ids, strict=True)):
-            require_positions(f"prompts[{i}]", len(ids), new_tokens[i % len(new_tokens)], self.lm, context_tokens=start)
-
-    def require_finite(self, finite: np.ndarray) -> None:
-        """Raises ValueError, which names the cause, unless the logits of all prompts are finite."""
-        require_finite(self.lm, finite, "prompts", lambda i: self.before(i) + self.ids[i])
-
-    @functools.cached_property
-    def _sizes(self) -> tuple[int, int, int]:
-        """Columns of the prompts, padded tokens of the context, and tokens that are fed to a prompt's own row."""
-        own = self.fed_tokens if self.times == 1 else 0
-        if self.context is None:
-            return bucket_length(max(map(len, self.ids))), 0, own
-        from tca_jax.engine.extend import num_columns
-
-        b, both = self.context.rows.page_size, zip(self.starts, self.ends, strict=True)
-        columns = num_columns(max(end - start // b * b for start, end in both), b)  # from the context's last block on
-        return columns, self.context.tokens.shape[1], own
-
-    @functools.cached_property
-    def _layouts(self) -> list[CacheLayout]:
-        """Sizes of the prompts' rows, and of the rows that continue each where these are several."""
-        rows, layout = rows_of_device(self.lm, len(self.ids), "prompts"), self.lm.cache_layout
-        columns, held, own = self._sizes
-        first = layout(rows, held, columns + own, following=True) if held else layout(rows, columns, own)
-        if self.times == 1:
-            return [first]
-        return [first, layout(rows * self.times, held + columns, self.fed_tokens, following=True)]
+    def tokens(self, prompt: int) -> list[int]:
+        return self.context.token_ids(prompt % self.context.batch) + self.ids[prompt]
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of all pages that rows may use, on each device."""
-        shared = 0 if self.context is None else self.context.num_bytes // self.context.num_devices
-        return shared + self.lm.page_bytes * sum(layout.num_pages for layout in self._layouts)
+        return self.context.num_bytes // self.context.num_devices + super().kv_cache_bytes
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the pages that all rows would use under full attention, on all devices."""
-        b, c, starts = BASELINE.cache.block_size, self.lm.config, self.ends if self.context is None else self.starts
-        shared = starts if self.context is None else np.asarray(self.context.lengths).tolist()
-        own = [cdiv(end + self.fed_tokens, b) - start // b for start, end in zip(starts, self.ends, strict=True)]
-        pages = sum(start // b for start in shared) + self.times * sum(own)
-        return pages * c.num_layers * c.num_kv_heads * 2 * num_bytes(b, c.head_dim, self.lm.cache_dtype)
+        return self._full_bytes(np.asarray(self.context.lengths).tolist(), self.starts)
 
-    def read(self, calls: Calls, backend: Backend, then: Then | None = None) -> ReadRows:
-        """Reads the prompts into rows, `row_lengths` long; `then` as for `engine.read.read`."""
-        lm, context, (columns, before, own) = self.lm, self.context, self._sizes
-        if context is None:
-            tokens, lengths = pad_tokens(self.ids, lm.pad_token_id, columns)  # of NumPy, which dispatches nothing
-            (layout, *forks), pages = self._layouts, sum(layout.num_pages for layout in self._layouts)
-            more = sum(each.num_pages for each in forks) + spare_pages(pages, lm.page_bytes)
-            options: dict[str, Any] = {"more_pages": more, "backend": backend, "then": then}
-            logits, held, shares = read(lm, tokens, lengths, lengths + own, layout, calls, **options)
-        else:
-            from tca_jax.engine.extend import feed
+    def read_once(self, calls: Calls, backend: Backend, then: Then | None) -> ReadRows:
+        lm, context, own = self.lm, self.context, self.own_tokens
+        tokens, lengths = pad_tokens(self.ids, lm.pad_token_id, self.columns)
+        starts, times = np.asarray(self.starts, np.int32), len(self.ids) // context.batch
+        sizes = self.context_columns, self.columns + own
+        rows = fork(lm, context.rows, times, starts + lengths + own, *sizes, calls, private=False)
+        rows, logits, _ = feed(lm, rows, tokens, starts, lengths, calls, backend=backend)
+        return ReadRows(logits, rows, jnp.broadcast_to(context.attended_share, len(starts)))
 
-            tokens, lengths = pad_tokens(self.ids, lm.pad_token_id, columns)
-            starts, each = np.asarray(self.starts, np.int32), len(self.ids) // context.batch
-            held = fork(lm, context.rows, each, starts + lengths + own, before, columns + own, calls, private=False)
-            held, logits, _ = feed(lm, held, tokens, starts, lengths, calls, backend=backend)
-            shares = jnp.broadcast_to(context.attended_share, len(starts))
-        if self.times > 1:
-            most, sizes = self.row_lengths + self.fed_tokens, (before + columns, self.fed_tokens)
-            held = fork(lm, held, self.times, most, *sizes, calls, private=context is None)
-        return ReadRows(logits, held, shares)
+
+def _fields(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a saved context, its arrays in host memory."""
+    dtype, metadata = jnp.dtype(metadata["dtype"]), _tuples(metadata)
+
+    def part(name: str) -> Any:
+        """An array, of floating point where it is one of the model's; None where there is none."""
+        if f"{name}.words" in arrays:
+            return EightBits(arrays[f"{name}.words"], arrays[f"{name}.exponents"])
+        if f"{name}.bias" in arrays:
+            return Scored(*(part(f"{name}.{own}") for own in Scored._fields))
+        kind = {"k": dtype, "v": dtype} | dict.fromkeys(("attended_share", "scored.scores", "scored.bias"), np.float32)
+        return arrays[name].view(kind.get(name, np.int32)) if name in arrays else None
+
+    parts = {name: part(name) for name in _PARTS}
+    lead = parts["start"].shape[:-1]  # of a mesh
+    free = FreePages(np.zeros((*lead, 0), np.int32), np.zeros(lead, np.int32))  # type: ignore[arg-type]
+    rows = Rows(**parts, free=free, window_pages=metadata["window_pages"])
+    own, shards = metadata["identity"], metadata.get("shards")
+    config = ModelConfig(**{**own["config"], "rope": RopeConfig(**own["config"]["rope"])})
+    return {
+        "identity": ContextIdentity(**{**own, "config": config}),
+        "rows": rows,
+        "window": metadata["window"],
+        "shards": shards and HeadShards(**shards),
+        **{name: part(name) for name in _OF_ROWS},
+    }
+
+
+def _tuples(value: Any) -> Any:
+    """A value of JSON with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {name: _tuples(own) for name, own in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

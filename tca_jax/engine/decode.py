@@ -101,22 +101,6 @@ class Steps:
         start = rows.start + jnp.where(leaving, rows.page_size, 0)
         return dataclasses.replace(state, cache=dataclasses.replace(rows, start=start))
 
-    def decode_all(self, state: DecodingState) -> DecodingState:
-        """`decode` and `leave` until all rows have ended, in one program."""
-        mesh = self.lm.mesh
-        if self.lm.method.cache.window >= UNBOUNDED:
-            return self.decode(state)
-
-        def run(state: DecodingState) -> DecodingState:
-            return jax.lax.cond(any_row(self.leaving(state), mesh), self.leave, self.decode, state)
-
-        return jax.lax.while_loop(lambda state: any_row(self.running(state), mesh), run, state)
-
-    def take_evicting(self, state: DecodingState) -> DecodingState:
-        """A step before which a block may leave the window of some row."""
-        state = self.leave(state)
-        return self.take(state, self.summaries(state.cache)) if self.lm.method.cache.by_scores else state
-
     def take(
         self, state: DecodingState, summaries: list[Any] | None, leaving: Bool[Array, " B"] | None = None
     ) -> DecodingState:
@@ -310,12 +294,12 @@ def begin(
 begin_program = Program(OverMesh(begin, (ROWS, ROWS, ROWS, ROWS, ROWS, SAME, SAME, SAME), STATE))
 
 
-def _program(method: Callable[[Steps, DecodingState], DecodingState]) -> Program:
+def steps_program(steps: Callable[[Steps, DecodingState], DecodingState]) -> Program:
     def run(lm: LM, state: DecodingState, limit: Any, sampling: Sampling, *, backend: Backend) -> DecodingState:
-        return method(Steps(lm, limit, sampling, None, backend), state)
+        return steps(Steps(lm, limit, sampling, None, backend), state)
 
-    run.__name__ = method.__name__
+    run.__name__ = steps.__name__
     return Program(OverMesh(run, (STATE, SAME, SAME), STATE), donate=(1,))
 
 
-decode_program, leave_program, decode_all_program = map(_program, (Steps.decode, Steps.leave, Steps.decode_all))
+decode_program, leave_program = map(steps_program, (Steps.decode, Steps.leave))

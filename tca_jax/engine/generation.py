@@ -1,4 +1,4 @@
-"""`generate`, `stream` and `generate_tokens`; a `Request` is one call, an `AnswerReader` finds where an answer ends."""
+"""`generate` and `stream`; `Answers` are those of one call, an `AnswerReader` finds where an answer ends."""
 
 from __future__ import annotations
 
@@ -11,36 +11,18 @@ from typing import Any, Literal, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
 
-from tca_jax.engine.cache import CacheLayout, require_memory
-from tca_jax.engine.contexts import Context, Prompts, kept_share
-from tca_jax.engine.decode import (
-    DecodingState,
-    begin_program,
-    decode_all_program,
-    decode_program,
-    leave_program,
-    row_keys,
-    seen_tokens,
-)
+from tca_jax.engine.cache import require_memory
+from tca_jax.engine.decode import DecodingState, begin_program, decode_program, leave_program, row_keys, seen_tokens
 from tca_jax.engine.generation_config import GenerationConfig, GenerationOptions
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import agreed, on_host, rows_of_device
-from tca_jax.engine.prompts import (
-    Prompt,
-    bucket_length,
-    check_token_ids,
-    decode_continuation,
-    is_single,
-    require_tokenizer,
-)
-from tca_jax.engine.read import Calls, read
-from tca_jax.engine.sampling import Sampling, pairs
-from tca_jax.errors import check_integer, require, require_type
+from tca_jax.engine.mesh import agreed, on_host
+from tca_jax.engine.prompt_rows import ContextLike, Prompts
+from tca_jax.engine.prompts import Prompt, bucket_length, decode_continuation, is_single, require_tokenizer
+from tca_jax.engine.read import Calls
+from tca_jax.engine.sampling import pairs
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
-from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
 from tca_jax.pallas_kernels.numerics import shared_size
 from tca_jax.programs import Program
 
@@ -125,7 +107,7 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     config: GenerationConfig | None = None,
     *,
-    context: Context | None = None,
+    context: ContextLike | None = None,
     backend: str = "auto",
     **options: Unpack[GenerationOptions],
 ) -> Output:
@@ -150,12 +132,12 @@ def generate(
             infinity, with the layer.
         TypeError: an argument is of a wrong type, or an option is unknown.
     """
-    request = Request.create(lm, prompts, context, GenerationConfig.of(config, options), backend)
-    request.start()
-    stride = _STOP_STRING_STRIDE if request.config.stop else request.config.max_new_tokens
-    while not request.is_finished:
-        request.advance(stride)
-    return output_of(request)
+    answers = Answers.create(lm, prompts, context, GenerationConfig.of(config, options), backend)
+    answers.start()
+    stride = _STOP_STRING_STRIDE if answers.config.stop else answers.config.max_new_tokens
+    while not answers.are_finished:
+        answers.step(stride)
+    return answers.output()
 
 
 def stream(
@@ -163,7 +145,7 @@ def stream(
     prompts: Prompt | Sequence[Prompt],
     config: GenerationConfig | None = None,
     *,
-    context: Context | None = None,
+    context: ContextLike | None = None,
     backend: str = "auto",
     **options: Unpack[GenerationOptions],
 ) -> Generator[Any, None, Output]:
@@ -184,146 +166,41 @@ def stream(
         TypeError: as for `generate`.
     """
     decode_continuation(lm, [])  # no tokenizer: an error before anything is compiled
-    request = Request.create(lm, prompts, context, GenerationConfig.of(config, options), backend)
-    return _pieces(request, single=is_single(prompts) and len(request.prompts.row_lengths) == 1)
+    answers = Answers.create(lm, prompts, context, GenerationConfig.of(config, options), backend)
+    return _pieces(answers, single=is_single(prompts) and len(answers.prompts.row_lengths) == 1)
 
 
-def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
+def _pieces(answers: Answers, *, single: bool) -> Generator[Any, None, Output]:
     """New text, whenever there is some: a string of the only row, or a list with one of each."""
-    sent, stride = [0] * len(request.prompts.row_lengths), 1
-    request.start()
-    if not request.is_finished:
-        request.prepare_steps()  # before the first piece: a reader waits once
+    sent, stride = [0] * len(answers.prompts.row_lengths), 1
+    answers.start()
+    if not answers.are_finished:
+        answers.prepare_steps()  # before the first piece: a reader waits once
     while True:
-        pieces, finished = [], request.is_finished
-        for row, answer in enumerate(request.answers()):
-            certain = max(sent[row], certain_characters(answer, request.config.stop, finished=finished))
-            pieces.append((answer.text or "")[sent[row] : certain])
-            sent[row] = certain
+        finished = answers.are_finished
+        rows = zip(answers.readers, answers.read(), sent, strict=True)
+        pieces = [reader.piece(answer, before, finished=finished) for reader, answer, before in rows]
+        sent = [before + len(piece) for before, piece in zip(sent, pieces, strict=True)]
         if any(pieces):
             yield pieces[0] if single else pieces
         if finished:
-            return output_of(request)
-        before, steps = request.decode_seconds, request.steps
-        request.advance(stride)
-        steps_a_second = (request.steps - steps) / max(request.decode_seconds - before, 1e-9)
+            return answers.output()
+        before, steps = answers.decode_seconds, answers.steps
+        answers.step(stride)
+        steps_a_second = (answers.steps - steps) / max(answers.decode_seconds - before, 1e-9)
         stride = max(1, min(_STREAM_GROWTH * stride, int(_STREAM_SECONDS * steps_a_second)))
-        stride = agreed(stride, request.lm.mesh)
-
-
-def output_of(request: Request) -> Output:
-    """Answers and costs of a request so far."""
-    answers, steps, state = request.answers(), request.steps, request.state
-    new_tokens = [len(answer.tokens) for answer in answers]
-    stats = Stats(
-        prompt_tokens=[len(ids) for ids in request.prompts.ids],
-        new_tokens=new_tokens,
-        compile_seconds=request.calls.compile_seconds,
-        prefill_seconds=request.prefill_seconds,
-        seconds_per_token=request.decode_seconds / (steps - 1) if steps > 1 else 0.0,
-        kv_cache_bytes=state.cache.used_bytes,
-        full_kv_cache_bytes=request.prompts.full_bytes,
-        kept_share=kept_share(state.cache, on_host(state.lengths + state.step) - 1),  # without the newest token
-        attended_share=float(np.mean(on_host(state.attended_share))),
-        context_tokens=[] if request.prompts.context is None else request.prompts.starts,
-        devices=1 if request.lm.mesh is None else request.lm.mesh.size,
-        raised_layers=0 if (scored := state.cache.scored) is None else int(on_host(scored.raised).sum()),
-    )
-    reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
-    own, top = on_host((state.logprobs, state.top))
-    logprobs = None if own is None else [row[:count].tolist() for row, count in zip(own, new_tokens, strict=True)]
-    top = top and [pairs(*each) for each in zip(*top, new_tokens, strict=True)]
-    text = None if request.lm.tokenizer is None else [answer.text or "" for answer in answers]
-    return Output([answer.tokens for answer in answers], reasons, stats, logprobs, text, top)
-
-
-def generate_tokens(
-    lm: LM,
-    tokens: Int[Array | np.ndarray, "B L"],
-    lengths: Int[Array | np.ndarray, " B"],
-    key: Key[Array, ""],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 (frozen, so one shared default is safe)
-    stop_tokens: Sequence[int] | None = None,
-    backend: str = "auto",
-) -> Int[Array, "B N"]:
-    """Generates token ids in one jitted call; callable inside the caller's own jit.
-
-    Args:
-        lm: The model, from `tca_jax.load`.
-        tokens: Prompts, right-padded, int32 `[B, L]`. What the padding holds does not matter.
-        lengths: True lengths, int32 `[B]`, from 1 to L. Traced: other lengths run the same program.
-        key: A typed PRNG key (`jax.random.key`). Row i draws with `fold_in(key, i)`.
-        max_new_tokens: Length of the answers; static, and compiled for in buckets, as prompts are.
-        sampling: How tokens are drawn; greedy by default. Its numbers are traced.
-        stop_tokens: Tokens that end a row; None takes the model's own, () never stops early. Static.
-        backend: Kernel backend; static.
-
-    Returns:
-        int32 `[B, max_new_tokens]`: new tokens only, the stop token included, `lm.pad_token_id` behind it.
-
-    Raises:
-        ValueError: a shape or size is not allowed, or a length or token that is known; names the argument.
-        TypeError: tokens or lengths are no integers, `lm` is no LM, or `sampling` no Sampling.
-    """
-    require_lm(lm)
-    require_type("sampling", sampling, Sampling, "a Sampling")
-    kernels = resolve_backend(backend)
-    tokens, lengths = as_int32("tokens", tokens), as_int32("lengths", lengths)
-    sizes = check_shapes({"tokens": (tokens, "B L"), "lengths": (lengths, "B")})
-    require(sizes["L"], f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
-    rows = rows_of_device(lm, sizes["B"], "rows of tokens")
-    positions = lm.config.max_context
-    check_integer("max_new_tokens", max_new_tokens, at_least=1)
-    max_new_tokens = int(max_new_tokens)
-    room_for_prompt = f"must leave room for a prompt in the {positions} positions of {lm.name}"
-    require(max_new_tokens < positions, f"max_new_tokens = {max_new_tokens}: {room_for_prompt}")
-    check_range("lengths", lengths, 1, min(sizes["L"], positions - max_new_tokens))
-    if not isinstance(tokens, jax.core.Tracer) and not isinstance(lengths, jax.core.Tracer):
-        ids, real = np.asarray(tokens), np.arange(sizes["L"]) < np.asarray(lengths)[:, None]
-        for row, column in np.argwhere(real & ((ids < 0) | (ids >= lm.config.vocab_size)))[:1]:
-            check_token_ids(lm, [int(ids[row, column])], f"tokens[{row}, {column}] is")
-    stops = tuple(int(t) for t in (lm.eos_token_ids if stop_tokens is None else stop_tokens))
-    room, limit = bucket_length(max_new_tokens), jnp.int32(max_new_tokens)
-    layout = lm.cache_layout(rows, sizes["L"], room - 1)
-    given = lm.for_programs, tokens, lengths, key, sampling, limit
-    return _generate_tokens(*given, room, stops, layout, kernels)[:, :max_new_tokens]
-
-
-@functools.partial(jax.jit, static_argnames=("room", "stop_tokens", "layout", "backend"))
-def _generate_tokens(
-    lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    key: Key[Array, ""],
-    sampling: Sampling,
-    limit: Int[Array, ""],
-    room: int,
-    stop_tokens: tuple[int, ...],
-    layout: CacheLayout,
-    backend: Backend,
-) -> Int[Array, "B N"]:
-    calls, batch = Calls(traced=True), tokens.shape[0]
-    logits, rows, shares = read(lm, tokens, lengths, lengths + room - 1, layout, calls, backend=backend)
-    seen = None
-    if sampling.repetition_penalty is not None:
-        own = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, logits.shape[-1])  # no padding
-        seen = jnp.zeros(logits.shape, bool).at[jnp.arange(batch)[:, None], own].set(True, mode="drop")
-    drawing = row_keys(key, batch), shares, sampling, jnp.asarray(stop_tokens, jnp.int32)
-    state = calls(begin_program, lm.without_weights, logits, lengths, seen, *drawing, new_tokens=room)
-    given = lm, dataclasses.replace(state, cache=rows), limit, sampling
-    return calls(decode_all_program, *given, backend=backend).tokens
+        stride = agreed(stride, answers.lm.mesh)
 
 
 @dataclasses.dataclass
-class Request:
-    """A call: its state on the device and on the host."""
+class Answers:
+    """The answers of a call, in rows that are read together and step together."""
 
     lm: LM
     prompts: Prompts
     config: GenerationConfig  # from `for_model`
     backend: Backend
+    readers: list[AnswerReader]
     state: Any = None  # a `DecodingState` after `start`
     calls: Calls = dataclasses.field(default_factory=Calls)
     prefill_seconds: float = 0.0
@@ -331,22 +208,17 @@ class Request:
     _started: dict[Program, Any] = dataclasses.field(default_factory=dict)  # programs of steps
 
     @classmethod
-    def create(cls, lm: Any, prompts: Any, context: Any, config: GenerationConfig, backend: str) -> Request:
+    def create(cls, lm: Any, prompts: Any, context: Any, config: GenerationConfig, backend: str) -> Answers:
         """Checks all that can be checked before a program is compiled, types included; see `generate`."""
         require_lm(lm)
         kernels, config = resolve_backend(backend), config.for_model(lm)
-        checked = Prompts.create(lm, prompts, context)
-        checked.require_positions(config.max_new_tokens)
         # A bucket of new tokens, so that another `max_new_tokens` seldom compiles anything.
-        fed = bucket_length(config.max_new_tokens) - 1
-        checked = dataclasses.replace(checked, times=config.num_samples, fed_tokens=fed)
-        answers = len(checked.row_lengths)
-        require_memory(checked.kv_cache_bytes, f"{answers} answers of up to {config.max_new_tokens} tokens")
-        return cls(lm, checked, config, kernels)
-
-    @functools.cached_property
-    def _readers(self) -> list[AnswerReader]:
-        return [AnswerReader(self.lm, self.config) for _ in self.prompts.row_lengths]
+        sizes: dict[str, Any] = {"times": config.num_samples, "fed_tokens": bucket_length(config.max_new_tokens) - 1}
+        checked = dataclasses.replace(Prompts.of(lm, prompts, context), **sizes)
+        checked.require_positions(config.max_new_tokens)
+        readers = [AnswerReader(lm, config) for _ in checked.row_lengths]
+        require_memory(checked.kv_cache_bytes, f"{len(readers)} answers of up to {config.max_new_tokens} tokens")
+        return cls(lm, checked, config, kernels, readers)
 
     def start(self) -> None:
         """Prefill and the first token; ValueError, which names the layer, if the model computes NaN or infinity."""
@@ -361,7 +233,7 @@ class Request:
         lm, config, calls = self.lm.for_programs, self.config, self.calls
         seen = None
         if config.sampling.repetition_penalty is not None:
-            seen = seen_tokens(self.prompts.with_contexts, lm.config.vocab_size)
+            seen = seen_tokens(self.prompts.all_tokens, lm.config.vocab_size)
         keys, least = _keys(config.seed, len(self.prompts.row_lengths)), config.min_new_tokens
         drawing = config.sampling, np.asarray(config.stop_token_ids, np.int32), np.int32(least) if least else None
         room = shared_size(max(_LEAST_ROOM, self.prompts.fed_tokens + 1))
@@ -386,9 +258,9 @@ class Request:
         enters = any(end % policy.block_size + most > policy.block_size for end in self.prompts.ends)
         return [decode_program, leave_program] if policy.window < UNBOUNDED and enters else [decode_program]
 
-    def advance(self, steps: int) -> None:
-        """Up to `steps` more tokens per row."""
-        limit, start, compiled = self.steps + steps, time.perf_counter(), self.calls.compile_seconds
+    def step(self, n: int) -> None:
+        """Up to `n` more tokens per row."""
+        limit, start, compiled = self.steps + n, time.perf_counter(), self.calls.compile_seconds
         limit = min(limit, self.config.max_new_tokens)
         self._run(decode_program, limit)
         while self._runs(limit):  # a block leaves the window of some row
@@ -416,12 +288,12 @@ class Request:
 
     def _end_at_stop_strings(self) -> None:
         if self.config.stop and self.steps >= self.config.min_new_tokens:  # no text is needed before
-            stopped = jnp.asarray([answer.stopped for answer in self.answers()])
+            stopped = jnp.asarray([answer.stopped for answer in self.read()])
             self.state = dataclasses.replace(self.state, done=self.state.done | stopped)
 
     @property
-    def is_finished(self) -> bool:
-        """Whether no row will say more."""
+    def are_finished(self) -> bool:
+        """Whether all rows have ended."""
         return not self._runs(self.config.max_new_tokens)
 
     def _runs(self, limit: int) -> bool:
@@ -434,11 +306,36 @@ class Request:
         """Tokens of the longest answer so far."""
         return int(np.max(on_host(self.state.step)))
 
-    def answers(self) -> list[Answer]:
+    def read(self) -> list[Answer]:
         """Each row's answer so far, cut at its stop token or stop string."""
         tokens, steps = on_host((self.state.tokens, self.state.step))
-        rows = zip(self._readers, tokens, steps, strict=True)
+        rows = zip(self.readers, tokens, steps, strict=True)
         return [reader.read(of_row[:step].tolist()) for reader, of_row, step in rows]
+
+    def output(self) -> Output:
+        """Answers and costs so far."""
+        answers, steps, state, lm = self.read(), self.steps, self.state, self.lm
+        new_tokens = [len(answer.tokens) for answer in answers]
+        stats = Stats(
+            prompt_tokens=[len(ids) for ids in self.prompts.ids],
+            new_tokens=new_tokens,
+            compile_seconds=self.calls.compile_seconds,
+            prefill_seconds=self.prefill_seconds,
+            seconds_per_token=self.decode_seconds / (steps - 1) if steps > 1 else 0.0,
+            kv_cache_bytes=state.cache.used_bytes,
+            full_kv_cache_bytes=self.prompts.full_bytes,
+            kept_share=state.cache.kept_share(on_host(state.lengths + state.step) - 1),  # without the newest token
+            attended_share=float(np.mean(on_host(state.attended_share))),
+            context_tokens=self.prompts.starts if self.prompts.context_columns else [],
+            devices=1 if lm.mesh is None else lm.mesh.size,
+            raised_layers=0 if (scored := state.cache.scored) is None else int(on_host(scored.raised).sum()),
+        )
+        reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
+        own, top = on_host((state.logprobs, state.top))
+        logprobs = None if own is None else [row[:count].tolist() for row, count in zip(own, new_tokens, strict=True)]
+        top = top and [pairs(*each) for each in zip(*top, new_tokens, strict=True)]
+        text = None if lm.tokenizer is None else [answer.text or "" for answer in answers]
+        return Output([answer.tokens for answer in answers], reasons, stats, logprobs, text, top)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -469,6 +366,12 @@ class AnswerReader:
         if end is not None or answer.stopped:
             answer = self._ended = dataclasses.replace(answer, stopped=True)
         return answer
+
+    def piece(self, answer: Answer, sent: int, *, finished: bool) -> str:
+        """Text after the `sent` characters that stays, whatever comes: no part of a character, or of a stop string."""
+        text = answer.text or ""
+        certain = len(text.rstrip("\ufffd")) - (max(map(len, self.config.stop), default=1) - 1)
+        return text[sent:] if finished or answer.stopped else text[sent : max(sent, certain)]
 
     def _cut_at_stop_string(self, tokens: list[int]) -> Answer:
         """The tokens up to the one that completes a stop string first, and the text in front of that string."""
@@ -504,11 +407,3 @@ class AnswerReader:
         """Place of the earliest stop string that ends after the first `early` characters; None without any."""
         places = (text.find(s, max(0, early - len(s) + 1)) for s in self.config.stop)
         return min((place for place in places if place >= 0), default=None)
-
-
-def certain_characters(answer: Answer, stop: Sequence[str], *, finished: bool) -> int:
-    """Characters of an answer's text that stay, whatever comes: no part of a character, or of a stop string."""
-    text = answer.text or ""
-    if finished or answer.stopped:
-        return len(text)
-    return len(text.rstrip("\ufffd")) - (max(map(len, stop), default=1) - 1)

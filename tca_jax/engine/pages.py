@@ -1,4 +1,4 @@
-"""Pages of the KV cache: one pool for all layers, one table for all rows, one allocator.
+"""Pages of the KV cache: one pool for all layers, one table for all rows.
 
 A page holds b tokens of one KV head. A row's table names, for each layer and KV head, the pages of its kept tokens and
 then those of its window; and, where evicted tokens leave their means, pages of means. All numbers are data: they differ
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.engine.mesh import STATIC, PerDevice, on_host
-from tca_jax.errors import require
 from tca_jax.methods.base import BlockMeans
 from tca_jax.pallas_kernels.kv import Pages, Stored, decode, empty, encode
 from tca_jax.pallas_kernels.kv import Pool as CompactTokens
@@ -451,6 +449,15 @@ class Rows(PerDevice):
         used = sum(int((numbers < self.num_pages).sum()) for numbers in named)
         return used * (self.num_bytes // (self.num_pages * len(places)))
 
+    def kept_share(self, fed: np.ndarray) -> float:
+        """Tokens in pages over tokens `fed` to each row, mean over rows, layers and KV heads."""
+        kept, start = on_host((self.kept, self.start))
+        if kept.ndim > 3:  # of the devices of a mesh: on "data", on "model", which agree on the start
+            of_rows, start = kept.mean(axis=(1, 2, 4)).reshape(-1), start[:, 0].reshape(-1)
+        else:
+            of_rows = kept.mean(axis=(0, 2))
+        return float(np.mean((of_rows + fed - start) / fed))
+
     def named_pages(self) -> Bool[Array, " P1"]:
         """Pages that tables name; the last entry is none."""
         named = jnp.zeros(self.num_pages + 1, bool).at[self.pages].set(True)
@@ -470,50 +477,6 @@ class Rows(PerDevice):
 #: Fields that a pool alone lacks, and a table alone.
 NO_TABLE: Any = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored")) | {"window_pages": 0}
 NO_POOL: Any = {"k": None, "v": None}
-
-#: Numbers of pages on each device of "model".
-Numbers = list[np.ndarray]
-
-
-class Allocator:
-    """Counts the uses of each page on the host. Each device of "model" has pages of its own."""
-
-    def __init__(self, pages: int, devices: int = 1) -> None:
-        self.pages = pages
-        self._uses = np.zeros((devices, pages), np.int32)
-        self._stacks = np.tile(np.arange(pages, dtype=np.int32)[::-1], (devices, 1))  # of free pages, and their numbers
-        self._free = [pages] * devices
-
-    @property
-    def free(self) -> int:
-        """Pages that nothing uses, on the device that has fewest."""
-        return min(self._free)
-
-    def take(self, counts: int | Sequence[int]) -> Numbers:
-        """Pages for one use each; a number of them for all devices, or one for each. Fewer are free: UserError."""
-        counts = [counts] * len(self._free) if isinstance(counts, int) else counts
-        for count, free in zip(counts, self._free, strict=True):
-            require(count <= free, f"{count} pages are needed, {free} of {self.pages} are free")
-        self._free = [free - count for count, free in zip(counts, self._free, strict=True)]
-        taken = [
-            stack[free : free + count].copy()
-            for stack, free, count in zip(self._stacks, self._free, counts, strict=True)
-        ]
-        self.share(taken)
-        return taken
-
-    def share(self, pages: Sequence[np.ndarray]) -> None:
-        """Counts one more use of each page; a page may be in a device's list once."""
-        for uses, numbers in zip(self._uses, pages, strict=True):
-            uses[numbers] += 1
-
-    def release(self, pages: Sequence[np.ndarray]) -> None:
-        """Ends one use of each; pages without uses are free."""
-        for device, numbers in enumerate(pages):
-            self._uses[device, numbers] -= 1
-            unused, first = numbers[self._uses[device, numbers] == 0], self._free[device]
-            self._stacks[device, first : first + len(unused)] = unused
-            self._free[device] += len(unused)
 
 
 def runtime_number(layer: int | Array | None) -> Any:

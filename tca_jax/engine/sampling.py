@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from tca_jax.engine.generation_config import check_sampling
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # positive float32 that is not flushed to zero
 _LARGEST_INT = 2**31 - 1  # of a program; more than any vocabulary
+#: Numbers that change nothing.
+_OFF = {"temperature": 0.0, "top_k": _LARGEST_INT, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 Scalar = float | Shaped[Array | np.ndarray, "*B"] | None
 
@@ -48,7 +51,6 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Traced numbers, and whatever else a transformation puts here, are not looked at."""
-        off = {"temperature": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
         for name in self.__dataclass_fields__:
             value: Any = getattr(self, name)
             if not isinstance(value, numbers.Real | str | bytes | np.bool_):
@@ -56,12 +58,19 @@ class Sampling:
             check_sampling(name, value)
             number = float(value)
             held = int(min(number, _LARGEST_INT)) if name == "top_k" else number
-            object.__setattr__(self, name, None if number == off.get(name) else held)
+            object.__setattr__(self, name, None if held == _OFF[name] else held)
         if self.temperature is not None and isinstance(self.temperature, float) and self.temperature < _SMALLEST:
             object.__setattr__(self, "temperature", None)  # float32 would make it 0, and logits infinite
         if self.temperature is None:  # greedy: no filter changes which logit is the highest
             for name in ("top_k", "top_p", "min_p"):
                 object.__setattr__(self, name, None)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Sampling]) -> Sampling:
+        """Numbers of each row, in arrays."""
+        held = {name: [getattr(row, name) for row in rows] for name in _OFF}
+        numbers = {name: [_OFF[name] if x is None else x for x in of_rows] for name, of_rows in held.items()}
+        return cls(**{name: np.asarray(x, np.int32 if name == "top_k" else np.float32) for name, x in numbers.items()})
 
 
 def sample(

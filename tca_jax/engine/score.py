@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.cache import require_memory
-from tca_jax.engine.contexts import Context, Prompts
+from tca_jax.engine.contexts import Context
 from tca_jax.engine.extend import Where, aligned, feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import LAYER_WEIGHTS, ROWS, OverMesh, mean_of_devices, on_host, rows_of_device
+from tca_jax.engine.prompt_rows import Prompts
 from tca_jax.engine.prompts import Prompt, encode_continuation, encode_prompt, encode_prompts, pad_tokens
 from tca_jax.engine.read import OUT, Calls, Layers, require_finite
 from tca_jax.engine.sampling import pairs
@@ -194,11 +195,12 @@ def score_answers(
     allowed = f"must have as many for each of the {len(prompts)} prompts, at least 1"
     require(same, f"answers has {counts} entries: {allowed}")
     times = counts[0]
-    checked = Prompts.create(lm, prompts, context)
-    held = 1 if checked.context is None else checked.context.batch
+    checked = Prompts.of(lm, prompts, context)
+    held = 1 if context is None else context.batch
     require(held == 1, f"context has {held} rows: must have one, which all prompts share")
+    before = checked.all_tokens
     rows = [
-        _encode_answer(lm, answer, checked.before(i) + checked.ids[i], f"answers[{i}][{j}]")
+        _encode_answer(lm, answer, before[i], f"answers[{i}][{j}]")
         for i, of_prompt in enumerate(answers)
         for j, answer in enumerate(of_prompt)
     ]

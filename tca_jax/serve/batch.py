@@ -19,7 +19,7 @@ from tca_jax.engine.mesh import on_host
 from tca_jax.engine.pages import FreePages, Rows, Widths
 from tca_jax.engine.prompts import bucket_length, pad_tokens
 from tca_jax.engine.read import Calls
-from tca_jax.engine.sampling import Sampling
+from tca_jax.engine.sampling import Sampling, pairs
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import cdiv
@@ -32,8 +32,6 @@ from tca_jax.serve.streams import Stream
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
 _MAX_STOPS = 8  # stop tokens of a row, at first
 _MIN_WIDTH = 4  # least step between the widths of tables
-#: Numbers of `Sampling` that change nothing.
-_OFF = {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,8 +106,7 @@ class Batch:
         """Empties the batch; its tables stay as wide."""
         self.pending.clear()
         self.state = pages.empty_state.run(self._bare_lm, rows=len(self.rows), stops=_MAX_STOPS)
-        nothing = [np.zeros(0, np.int32)] * self._pool.devices
-        self.table = self._pool.empty_table(len(self.rows), self._widths, nothing)
+        self.table = self._pool.empty_table(len(self.rows), self._widths, [np.zeros(0, np.int32)] * self._pool.devices)
 
     def begin(self, request: Request) -> bool:
         """Gives a request a row that continues its document; false without a free one, or enough pages."""
@@ -168,8 +165,7 @@ class Batch:
         state, seen, allowed = self.state, None, None
         if state.seen is not None:
             seen, allowed = seen_tokens([request.tokens], vocabulary), self._allowed([request])
-        stops = np.full((1, state.stop_tokens.shape[1]), vocabulary, np.int32)
-        stops[0, : len(config.stop_token_ids or ())] = list(config.stop_token_ids or ())
+        stops, _ = pad_tokens([config.stop_token_ids or ()], vocabulary, state.stop_tokens.shape[1])
         key = jax.random.fold_in(jax.random.key(config.seed), request.sample)
         length, least = (np.asarray([number], np.int32) for number in (len(request.tokens), config.min_new_tokens))
         fields = length, seen, key[None], None, self._sampling([request]), stops, least, allowed
@@ -217,8 +213,7 @@ class Batch:
             new, wanted = steps[slot] - request.streamed, request.stream.config.num_logprobs
             assert new < 2, "an output has the last token alone"
             if new and finite[slot]:
-                ids, values = ([], []) if not wanted else (x[slot, 0, :wanted].tolist() for x in top)
-                likeliest = [list(zip(ids, values, strict=True))] if wanted else []
+                likeliest = pairs(top[0][slot], top[1][slot], 1) if wanted else []
                 request.stream.add([last[slot]], [] if wanted is None else logprobs[slot].tolist(), likeliest)
                 request.streamed += 1
             outputs.append((request, new, bool(finite[slot]), bool(done[slot])))
@@ -227,21 +222,21 @@ class Batch:
     def _fit(self) -> None:
         """Adapts the state's optional arrays to its rows: an unused one costs time."""
         streams, state, vocabulary = [each.stream for each in self.requests], self.state, self._lm.config.vocab_size
-        stops = max(len(stream.config.stop_token_ids or ()) for stream in streams)
+        stops, changes = max(len(stream.config.stop_token_ids or ()) for stream in streams), dict[str, Any]()
         if stops > state.stop_tokens.shape[1]:
             wide = ((0, 0), (0, bucket_length(stops, 1) - state.stop_tokens.shape[1]))
-            state = dataclasses.replace(state, stop_tokens=jnp.pad(state.stop_tokens, wide, constant_values=vocabulary))
+            changes["stop_tokens"] = jnp.pad(state.stop_tokens, wide, constant_values=vocabulary)
         if all(each.stream.sampling == Sampling() and each.mask is None for each in self.requests):
-            state = dataclasses.replace(state, seen=None)
+            changes["seen"] = None
         elif state.seen is None:
-            state = dataclasses.replace(state, seen=jnp.zeros((len(self.rows), vocabulary), bool))
+            changes["seen"] = jnp.zeros((len(self.rows), vocabulary), bool)
         most = max(stream.config.num_logprobs or 0 for stream in streams)
         if not most:
-            state = dataclasses.replace(state, top=None)
+            changes["top"] = None
         elif state.top is None or state.top[0].shape[-1] < most:
             shape = len(self.rows), 1, min(vocabulary, bucket_length(most, 4))
-            state = dataclasses.replace(state, top=(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
-        self.state = state
+            changes["top"] = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+        self.state = dataclasses.replace(state, **changes)
 
     def _allowed(self, requests: Sequence[Request | None]) -> UInt8[np.ndarray, "R W"]:
         """Tokens that rows may draw next, packed."""
@@ -267,16 +262,9 @@ class Batch:
             self.table = pages.widen.run(self._bare_lm, self.table, widths=self._widths, pages=self._pool.total)
 
     def _sampling(self, requests: Sequence[Request | None]) -> Sampling:
-        """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The
-        second one takes masks, too."""
-        if self.state.seen is None:  # all are greedy, and have no mask
-            return Sampling()
+        """Nothing where all rows are greedy and have no mask, else all numbers: so two programs do."""
         rows = [Sampling() if request is None else request.stream.sampling for request in requests]
-        arrays: dict[str, Any] = {}
-        for name, off in _OFF.items():
-            numbers = [off if (own := getattr(row, name)) is None else own for row in rows]
-            arrays[name] = np.asarray(numbers, np.int32 if name == "top_k" else np.float32)
-        return Sampling(**arrays)
+        return Sampling() if self.state.seen is None else Sampling.of_rows(rows)
 
 
 def is_intact(arrays: Any) -> bool:

@@ -24,11 +24,11 @@ import numpy as np
 from tca_jax.engine.contexts import Context, identity_of
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.pages import Numbers, Rows
+from tca_jax.engine.pages import Rows
 from tca_jax.errors import UserError, require
 from tca_jax.files import replacing
 from tca_jax.serve import pages
-from tca_jax.serve.pages import PagePool
+from tca_jax.serve.pages import Numbers, PagePool
 
 _CHUNK_BYTES = 64 * 2**20  # of keys and values that move at once
 _ENTRY, _CONTEXT = "document.json", "context"  # in the folder of a document

@@ -257,7 +257,7 @@ class Engine(AbstractContextManager["Engine"]):
             held, new = (known := self.document(document)).tokens, self._appended(known, prompt, "prompt", most)
             lengths = len(new), len(held)
         self._scheduler.require_room(len(held), len(new) + most)
-        stream = Stream(self.lm, config, self._cancel, keep, *lengths)
+        stream = Stream(self.lm, config, self._cancel, keep, lengths)
 
         def enter() -> None:
             found = self._found(held, (len(held),), named=False) if document is None else self.document(document)

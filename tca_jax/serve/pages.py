@@ -19,13 +19,51 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, UInt8
 from tca_jax.engine.decode import STATE, DecodingState, Steps, begin, blank_state
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, part_of_device, place
-from tca_jax.engine.pages import NO_POOL, NO_TABLE, Allocator, FreePages, Numbers, Rows, Widths
+from tca_jax.engine.pages import NO_POOL, NO_TABLE, FreePages, Rows, Widths
 from tca_jax.engine.read import empty_rows
 from tca_jax.engine.sampling import Sampling
+from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.programs import Program
+
+#: Numbers of pages on each device of "model".
+Numbers = list[np.ndarray]
+
+
+class Allocator:
+    """Counts the uses of each page on the host. Each device of "model" has pages of its own."""
+
+    def __init__(self, pages: int, devices: int = 1) -> None:
+        self._uses, self._free = np.zeros((devices, pages), np.int32), np.full(devices, pages)
+
+    @property
+    def free(self) -> int:
+        """Pages that nothing uses, on the device that has fewest."""
+        return int(self._free.min())
+
+    def take(self, counts: int | Sequence[int]) -> Numbers:
+        """Pages for one use each; a number of them for all devices, or one for each. Fewer are free: UserError."""
+        of_devices = np.broadcast_to(counts, self._free.shape)
+        for count, free in zip(of_devices, self._free, strict=True):
+            require(count <= free, f"{count} pages are needed, {free} of {self._uses.shape[1]} are free")
+        each = zip(self._uses, of_devices, strict=True)
+        taken = [np.flatnonzero(uses == 0)[:count].astype(np.int32) for uses, count in each]
+        self._free -= of_devices
+        self.share(taken)
+        return taken
+
+    def share(self, pages: Sequence[np.ndarray]) -> None:
+        """Counts one more use of each page; a page may be in a device's list once."""
+        for uses, numbers in zip(self._uses, pages, strict=True):
+            uses[numbers] += 1
+
+    def release(self, pages: Sequence[np.ndarray]) -> None:
+        """Ends one use of each; pages without uses are free."""
+        for device, numbers in enumerate(pages):
+            self._uses[device, numbers] -= 1
+            self._free[device] += int((self._uses[device, numbers] == 0).sum())
 
 
 class PagePool:
@@ -238,14 +276,16 @@ def _step(
 
     `allowed` as in `decode.draw`; `evicts`: whether a block may leave a window.
     """
-    rows, steps = state.cache, Steps(lm, limit, sampling, allowed, backend)
+    rows, steps, by_scores = state.cache, Steps(lm, limit, sampling, allowed, backend), lm.method.cache.by_scores
     running = steps.running(state)
     # Other rows have no tokens, so that nothing of theirs is read.
     kept, start = jnp.where(running[:, None], rows.kept, 0), jnp.where(running, rows.start, 0)
     cache = dataclasses.replace(rows, kept=kept, start=start)
     lengths = jnp.where(running, state.lengths, 1 - state.step)
     given = dataclasses.replace(state, cache=cache, lengths=lengths)
-    after = steps.take_evicting(given) if evicts else steps.take(given, steps.summaries(cache))
+    if evicts:
+        given = steps.leave(given)  # without scores it takes the step, too
+    after = given if evicts and not by_scores else steps.take(given, steps.summaries(given.cache))
     kept, start = jnp.where(running[:, None], after.cache.kept, rows.kept), after.cache.start
     cache = dataclasses.replace(after.cache, kept=kept, start=jnp.where(running, start, rows.start))
     after = dataclasses.replace(after, cache=cache, lengths=state.lengths)

@@ -162,10 +162,7 @@ class Server:
             ("POST", "/v1/chat/completions"): lambda request: self._answer(request, ChatRequest),
             ("POST", "/v1/completions"): lambda request: self._answer(request, CompletionRequest),
             ("POST", "/v1/documents"): self._upload,
-            ("GET", "/v1/documents"): lambda _: {
-                "object": "list",
-                "data": [x.as_json() for x in engine.documents()],
-            },
+            ("GET", "/v1/documents"): lambda _: {"object": "list", "data": [x.as_json() for x in engine.documents()]},
             ("GET", "/v1/documents/{id}"): lambda request: engine.document(request.path_params["id"]).as_json(),
             ("DELETE", "/v1/documents/{id}"): self._delete,
         }

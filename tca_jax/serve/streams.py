@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from tca_jax.engine.generation import AnswerReader, certain_characters
+from tca_jax.engine.generation import AnswerReader
 from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import require_tokenizer
@@ -47,13 +47,7 @@ class Stream:
     """
 
     def __init__(
-        self,
-        lm: LM,
-        config: GenerationConfig,
-        cancel: Callable[[Stream], None] = lambda stream: None,
-        keep: bool = False,
-        prompt_tokens: int = 0,
-        document_tokens: int = 0,
+        self, lm: LM, config: GenerationConfig, cancel: Callable[[Stream], None], keep: bool, lengths: tuple[int, int]
     ) -> None:
         self.config, self.sampling, self.keep, self._cancel = config, config.sampling, keep, cancel
         self._reader, self._reading = AnswerReader(lm, config), threading.Lock()
@@ -64,7 +58,7 @@ class Stream:
         self._ended: FinishReason | BaseException | None = None
         self._cancelled = False
         self.begun, self.first_token_at, self.last_token_at = time.perf_counter(), 0.0, 0.0
-        self.prompt_tokens, self.document_tokens = prompt_tokens, document_tokens
+        self.prompt_tokens, self.document_tokens = lengths
         self.document: str | None = None
 
     @property
@@ -150,8 +144,7 @@ class Stream:
         if cancels:  # at a stop string, which only the reader sees
             self.cancel()
         reason = "stop" if answer.stopped and (ended or not self.keep) else ended
-        certain = certain_characters(answer, self.config.stop, finished=reason is not None)
-        text = (answer.text or "")[sent : max(sent, certain)]
+        text = self._reader.piece(answer, sent, finished=reason is not None)
         if reason is None:
             return text, None
         count, most = len(answer.tokens), self.config.num_logprobs

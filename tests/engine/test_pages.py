@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.engine.pages import Allocator, Rows, Widths
+from tca_jax.engine.pages import Rows, Widths
 from tca_jax.methods.base import BlockMeans
 from tca_jax.methods.regions import Regions, Selection
 from tca_jax.methods.worth import block_means
@@ -154,16 +154,3 @@ def test_rows_move_to_another_pool(read):
     moved = rows.compacted(named).with_pages(60).with_widths(Widths(COLUMNS + 3, W, 2))
     assert moved.num_pages == named + 60
     check(jax.jit(Rows.forked)(moved, jnp.arange(3), jnp.array([2_000] * 3)), tokens, theta)
-
-
-def test_pages_have_uses():
-    allocator = Allocator(4, devices=2)
-    first = allocator.take([3, 1])
-    shared = [numbers[:1] for numbers in first]
-    allocator.share(shared)
-    allocator.release(first)
-    assert allocator.free == 3
-    with pytest.raises(ValueError, match="4 pages are needed, 3 of 4 are free"):
-        allocator.take(4)
-    allocator.release(shared)
-    assert [sorted(numbers) for numbers in allocator.take(4)] == [[0, 1, 2, 3]] * 2

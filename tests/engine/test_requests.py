@@ -12,7 +12,7 @@ from flax import nnx
 from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
 
 import tca_jax
-from tca_jax.engine.generation import AnswerReader, certain_characters
+from tca_jax.engine.generation import AnswerReader
 from tca_jax.engine.generation_config import GenerationOptions, option_help
 from tca_jax.engine.score import score_answers
 from tca_jax.models.decoder import Decoder
@@ -183,8 +183,7 @@ def test_pieces_never_repeat(lm, parts, stop):
     reader, sent = reader_of(lm, parts, stop), ""
     for step in range(1, len(parts) + 1):
         answer = reader.read(list(range(step)))
-        certain = certain_characters(answer, stop, finished=step == len(parts))
-        sent += answer.text[len(sent) : max(len(sent), certain)]
+        sent += reader.piece(answer, len(sent), finished=step == len(parts))
     assert sent == b"".join(parts).decode(errors="replace")
 
 

@@ -17,6 +17,7 @@ from tca_jax.engine import read
 from tca_jax.errors import UserError
 from tca_jax.methods.worth import ReadSettings, WorthSettings, by_worth
 from tca_jax.serve import Engine
+from tca_jax.serve.pages import Allocator
 
 DOCUMENTS = [random_prompt(i, length) for i, length in enumerate((101, 77, 90))]
 ROOM = 24  # of all answers, so that they share programs
@@ -247,3 +248,16 @@ def test_cancelled_prompts_are_read_no_further(layered, parts):
         assert not engine._documents.all()
         assert free_pages(engine) == PAGES
         assert len(engine.ask(None, DOCUMENT, **ANSWER).result(120).tokens) == ANSWER["max_new_tokens"]
+
+
+def test_pages_have_uses():
+    allocator = Allocator(4, devices=2)
+    first = allocator.take([3, 1])
+    shared = [numbers[:1] for numbers in first]
+    allocator.share(shared)
+    allocator.release(first)
+    assert allocator.free == 3
+    with pytest.raises(ValueError, match="4 pages are needed, 3 of 4 are free"):
+        allocator.take(4)
+    allocator.release(shared)
+    assert [sorted(numbers) for numbers in allocator.take(4)] == [[0, 1, 2, 3]] * 2

@@ -347,7 +347,7 @@ def speaking(tmp_path_factory):
 
 def stream_of(lm, cancel=lambda stream: None, **options):
     config = tca_jax.GenerationConfig(**{"max_new_tokens": 9, "stop_token_ids": (), **options})
-    return Stream(lm, config, cancel)
+    return Stream(lm, config, cancel, False, (0, 0))
 
 
 def test_the_first_end_of_a_stream_stands(speaking):

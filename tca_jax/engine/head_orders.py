@@ -1,0 +1,56 @@
+"""Orders of KV heads on a mesh, in which devices hold and compute about as much."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int
+
+from tca_jax.engine.mesh import Orders
+from tca_jax.methods.base import CachePolicy, per_head
+
+#: Most tokens of the prompts whose caches are balanced.
+_BALANCED_TOKENS = 2**17
+
+
+def balanced_orders(policy: CachePolicy, num_layers: int, num_kv_heads: int, devices: int, max_context: int) -> Orders:
+    """An order of each layer's KV heads in which the devices' caches are about as large, in each layer and in all.
+
+    In a layer, heads sit together as in `_balanced_order`, for devices wait for each other there. Such groups are dealt
+    out, the largest first, each to the device that has least and none of that layer. The model's own order stays where
+    the other has devices neither wait less for each other, nor as long and hold less.
+    """
+    tokens, name = min(max_context, _BALANCED_TOKENS), type(policy).__name__
+    loads = np.array([per_head(policy.capacities(i, tokens), num_kv_heads, name) for i in range(num_layers)])
+
+    def by_device(orders: Int[np.ndarray, "layers Hkv"]) -> Int[np.ndarray, "layers devices"]:
+        return np.take_along_axis(loads, orders, axis=1).reshape(num_layers, devices, -1).sum(axis=2)
+
+    def cost(orders: Int[np.ndarray, "layers Hkv"]) -> tuple[int, int]:
+        """Tokens that layers wait for, and tokens that a device holds: those of the largest."""
+        sums = by_device(orders)
+        return int(sums.max(axis=1).sum()), int(sums.sum(axis=0).max())
+
+    grouped = np.array([_balanced_order(of_layer, devices) for of_layer in loads])
+    sums = by_device(grouped)
+    held, dealt = np.zeros(devices, np.int64), np.full(sums.shape, -1)  # dealt: the group of a layer on a device
+    for item in np.argsort(-sums, axis=None, kind="stable").tolist():
+        layer, group = divmod(item, devices)
+        device = min(np.flatnonzero(dealt[layer] < 0).tolist(), key=held.__getitem__)
+        dealt[layer, device] = group
+        held[device] += sums[layer, group]
+    groups = grouped.reshape(num_layers, devices, -1)
+    found = np.take_along_axis(groups, dealt[..., None], axis=1).reshape(loads.shape)
+    own = np.tile(np.arange(num_kv_heads), (num_layers, 1))
+    return tuple(map(tuple, (own if cost(own) <= cost(found) else found).tolist()))
+
+
+def _balanced_order(loads: Int[np.ndarray, " Hkv"], devices: int) -> tuple[int, ...]:
+    """Heads by device, as many on each: the largest first, each to the device that has least and is not full.
+
+    On a device the largest stands first, so that places of different devices hold about as much.
+    """
+    held: list[list[int]] = [[] for _ in range(devices)]
+    for head in np.argsort(-loads, kind="stable").tolist():
+        free = [of_device for of_device in held if len(of_device) < len(loads) // devices]
+        min(free, key=lambda of_device: int(loads[of_device].sum())).append(head)
+    return tuple(head for of_device in held for head in of_device)
