@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
@@ -47,9 +48,9 @@ class Repetition:
 
 def read_and_repeat(
     lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    most: Int[Array, " B"],
+    tokens: Int[Array | np.ndarray, "B L"],
+    lengths: Int[Array | np.ndarray, " B"],
+    most: Int[Array | np.ndarray, " B"],
     layout: CacheLayout,
     calls: Calls,
     *,
@@ -66,8 +67,8 @@ def read_and_repeat(
 def repeat(
     lm: LM,
     repetition: Repetition,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
+    tokens: Int[Array | np.ndarray, "B L"],
+    lengths: Int[Array | np.ndarray, " B"],
     calls: Calls,
     *,
     backend: Backend = "auto",
@@ -100,7 +101,7 @@ def repeat(
     return found._replace(rows=rows), scores
 
 
-def _texts(repetition: Repetition, tokens: Int[Array, "B L"]) -> Iterator[tuple[int, Int[Array, "B n"]]]:
+def _texts(repetition: Repetition, tokens: Int[Array | np.ndarray, "B L"]) -> Iterator[tuple[int, Int[Array, "B n"]]]:
     """For each chunk the position of its first token in prompts, and the tokens of its request and of itself."""
     r = repetition
     for start in range(r.sinks, max(tokens.shape[1], r.sinks + 1), r.chunk):
