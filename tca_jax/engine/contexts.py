@@ -11,7 +11,7 @@ import math
 import os
 import time
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +22,21 @@ from jaxtyping import Array, Float32, Int
 from tca_jax.engine.cache import require_memory
 from tca_jax.engine.extend import feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import CACHES, STATIC, HeadShards, mesh_name, on_host, place
+from tca_jax.engine.mesh import CACHES, STATIC, HeadShards, OverMesh, mesh_name, on_host, place
 from tca_jax.engine.pages import FreePages, Rows, Scored
 from tca_jax.engine.prompt_rows import Prompts
-from tca_jax.engine.prompts import Prompt, encode_appended, pad_tokens
-from tca_jax.engine.read import Calls, ReadRows, Then, compacted, fork
+from tca_jax.engine.prompts import (
+    Encoder,
+    Prompt,
+    encode_continuation,
+    encode_prompt,
+    encode_verbatim,
+    is_chat,
+    is_single,
+    pad_tokens,
+    render_chat,
+)
+from tca_jax.engine.read import Calls, ReadRows, Then, fork
 from tca_jax.errors import explaining, require
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import describe_method
@@ -35,7 +45,9 @@ from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.kv import CODES, EightBits, num_bytes
+from tca_jax.pallas_kernels.numerics import round_up
 from tca_jax.persistence import load, save
+from tca_jax.programs import Program
 
 FORMAT_VERSION = 4
 _KIND = "context"
@@ -298,13 +310,57 @@ def prefill(
     require_memory(checked.kv_cache_bytes, f"contexts of {len(checked.ids)} prompts")
     begun = time.perf_counter()
     logits, rows, shares = checked.read(calls, kernels)
-    rows = jax.block_until_ready(compacted(lm, rows, calls))
+    rows = jax.block_until_ready(_compacted(lm, rows, calls))
     seconds = time.perf_counter() - begun - calls.compile_seconds
     finite, shares = on_host((jnp.isfinite(logits).all(axis=-1), shares))
     checked.require_finite(finite)
     tokens, lengths = map(jnp.asarray, pad_tokens(checked.all_tokens, lm.pad_token_id))
     made = calls.compile_seconds, seconds, lm.method.cache.window, lm.head_shards, identity_of(lm)
     return Context(rows, tokens, lengths, jnp.asarray(shares), *made)
+
+
+_named_program = Program(OverMesh(lambda lm, rows: rows.named_pages()[:-1].sum().reshape(1, 1), (CACHES,), CACHES))
+_compact_program = Program(OverMesh(lambda lm, rows, *, pages: rows.compacted(pages), (CACHES,), CACHES))
+
+
+def _compacted(lm: LM, rows: Rows, calls: Calls) -> Rows:
+    """The rows in a pool of about the pages that they name."""
+    lm = lm.without_weights
+    named = int(np.max(on_host(calls(_named_program, lm, rows))))
+    pages = round_up(named, 1 << max(0, named.bit_length() - 4))  # more would stay unused
+    return rows if pages >= rows.num_pages else calls(_compact_program, lm, rows, pages=pages)
+
+
+def encode_appended(
+    lm: Encoder, prompts: Any, rows: int, held: Callable[[int], list[int]], argument: str = "prompts"
+) -> list[list[int]]:
+    """Token ids that prompts append to a context of 1 row or one for each, whose ids `held` gives by the row.
+
+    Text and ids are appended as they are, chats from the end of the context on. Raises as `encode_prompts`.
+    """
+    batch = [prompts] if is_single(prompts, argument) else list(prompts)
+    fits = batch and rows in (1, len(batch))
+    require(fits, f"{argument} has {len(batch)} entries: must have {rows}, one for each row of the context")
+    return [_encode_appended(lm, p, functools.partial(held, i % rows), f"{argument}[{i}]") for i, p in enumerate(batch)]
+
+
+def _encode_appended(lm: Encoder, prompt: Any, held: Callable[[], list[int]], argument: str) -> list[int]:
+    if isinstance(prompt, str | bytes) and len(prompt):
+        return encode_continuation(lm, prompt, held(), argument)
+    if not is_chat(prompt):
+        return encode_prompt(lm, prompt, argument)
+    before, rendered = held(), render_chat(lm, prompt, argument)
+    ids = encode_verbatim(lm, rendered, argument)
+    if ids[: len(before)] == before and len(ids) > len(before):
+        return ids[len(before) :]
+    # A token of the chat may span the end of the context, whose text the chat then begins with all the same.
+    text = lm.tokenizer.decode(before)
+    require(
+        rendered.startswith(text) and len(rendered) > len(text),
+        f"{argument} is a chat that does not continue the context: it must begin with the context's "
+        f"{len(before)} tokens. Pass the whole conversation, or text, which is appended as it is",
+    )
+    return encode_continuation(lm, rendered[len(text) :], before, argument)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

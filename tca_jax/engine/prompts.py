@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -60,7 +60,7 @@ def encode_prompt(lm: Encoder, prompt: Any, argument: str = "prompt") -> list[in
     """Token ids of one prompt; `argument` is its name in messages."""
     if isinstance(prompt, str | bytes):
         ids = _tokenize(lm, decode_utf8(prompt, argument), argument) if len(prompt) else []
-    elif _is_chat(prompt):
+    elif is_chat(prompt):
         # The template has written the special tokens.
         ids = encode_verbatim(lm, render_chat(lm, prompt, argument), argument)
     else:
@@ -91,38 +91,6 @@ def encode_continuation(lm: Encoder, text: str | bytes, held: Sequence[int], arg
     ids = encode_verbatim(lm, text, argument)
     require(ids, f"{argument} is empty: at least one token is needed")
     return ids
-
-
-def encode_appended(
-    lm: Encoder, prompts: Any, rows: int, held: Callable[[int], list[int]], argument: str = "prompts"
-) -> list[list[int]]:
-    """Token ids that prompts append to a context of 1 row or one for each, whose ids `held` gives by the row.
-
-    Text and ids are appended as they are, chats from the end of the context on. Raises as `encode_prompts`.
-    """
-    batch = [prompts] if is_single(prompts, argument) else list(prompts)
-    fits = batch and rows in (1, len(batch))
-    require(fits, f"{argument} has {len(batch)} entries: must have {rows}, one for each row of the context")
-    return [_encode_appended(lm, p, functools.partial(held, i % rows), f"{argument}[{i}]") for i, p in enumerate(batch)]
-
-
-def _encode_appended(lm: Encoder, prompt: Any, held: Callable[[], list[int]], argument: str) -> list[int]:
-    if isinstance(prompt, str | bytes) and len(prompt):
-        return encode_continuation(lm, prompt, held(), argument)
-    if not _is_chat(prompt):
-        return encode_prompt(lm, prompt, argument)
-    before, rendered = held(), render_chat(lm, prompt, argument)
-    ids = encode_verbatim(lm, rendered, argument)
-    if ids[: len(before)] == before and len(ids) > len(before):
-        return ids[len(before) :]
-    # A token of the chat may span the end of the context, whose text the chat then begins with all the same.
-    text = lm.tokenizer.decode(before)
-    require(
-        rendered.startswith(text) and len(rendered) > len(text),
-        f"{argument} is a chat that does not continue the context: it must begin with the context's "
-        f"{len(before)} tokens. Pass the whole conversation, or text, which is appended as it is",
-    )
-    return encode_continuation(lm, rendered[len(text) :], before, argument)
 
 
 def require_positions(
@@ -170,7 +138,7 @@ def pad_tokens(
 
 def is_single(prompts: Any, argument: str = "prompts") -> bool:
     """Whether it is one prompt and not a batch of them."""
-    if isinstance(prompts, str | bytes) or _is_chat(prompts):
+    if isinstance(prompts, str | bytes) or is_chat(prompts):
         return True
     if getattr(prompts, "ndim", 0):  # an array of any library
         return prompts.ndim == 1
@@ -178,7 +146,7 @@ def is_single(prompts: Any, argument: str = "prompts") -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
 
 
-def _is_chat(prompt: Any) -> bool:
+def is_chat(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
 
 

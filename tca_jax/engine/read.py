@@ -30,7 +30,7 @@ from tca_jax.models.names import MODEL, parameters
 from tca_jax.models.sharding import DATA, axis_size, layer_chunks
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.numerics import cdiv, round_up
+from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.programs import Program
 
 
@@ -432,18 +432,6 @@ attend_program = Program(
 )
 after_program = Program(OverMesh(_after_attention, (LAYER_WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), one_layer=True)
 end_program = Program(OverMesh(_end, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
-
-
-_named_program = Program(OverMesh(lambda lm, rows: rows.named_pages()[:-1].sum().reshape(1, 1), (CACHES,), CACHES))
-_compact_program = Program(OverMesh(lambda lm, rows, *, pages: rows.compacted(pages), (CACHES,), CACHES))
-
-
-def compacted(lm: LM, rows: Rows, calls: Calls) -> Rows:
-    """The rows in a pool of about the pages that they name."""
-    lm = lm.without_weights
-    named = int(np.max(on_host(calls(_named_program, lm, rows))))
-    pages = round_up(named, 1 << max(0, named.bit_length() - 4))  # more would stay unused
-    return rows if pages >= rows.num_pages else calls(_compact_program, lm, rows, pages=pages)
 
 
 def _fork(lm: LM, pool: Rows, table: Rows, source: Array, most: Array, *, more_pages: int, widths: Widths) -> Rows:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, TypeVar, Unpack
 import jax
 
 from tca_jax.engine.cache import memory_bytes
+from tca_jax.engine.contexts import encode_appended
 from tca_jax.engine.generation_config import GenerationConfig, GenerationOptions
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.prompts import Prompt, bucket_length, encode_appended, encode_prompt, require_positions
+from tca_jax.engine.prompts import Prompt, bucket_length, encode_prompt, require_positions
 from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, check_integer, require
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend

@@ -9,11 +9,11 @@ from tiny import tiny_lm, write_checkpoint
 from transformers import AutoTokenizer
 from word_pieces import tokenizer_of_bytes, tokenizer_of_pieces
 
+from tca_jax.engine.contexts import encode_appended
 from tca_jax.engine.prompts import (
     DocumentTemplate,
     bucket_length,
     decode_continuation,
-    encode_appended,
     encode_continuation,
     encode_prompt,
     encode_prompts,
