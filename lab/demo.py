@@ -12,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine.contexts import ContextStats, prefill
+from tca_jax.engine.contexts import ContextStats, DocumentTemplate, prefill
 from tca_jax.engine.generation import generate
-from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.errors import require, require_name
 from tca_jax.lab.models import find, models_folder
 from tca_jax.lab.plots import plot_selected_tokens

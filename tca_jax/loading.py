@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tca_jax.engine.head_orders import balanced_orders
 from tca_jax.engine.lm import KV, LM
+from tca_jax.engine.placement import balanced_orders
 from tca_jax.errors import UserError, explaining, is_finite_number, require, require_type
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.config import ModelConfig, read_config

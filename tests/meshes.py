@@ -14,7 +14,7 @@ from random_decoders import random_decoder, with_heads
 from tiny import CONFIG, TCA
 
 import tca_jax
-from tca_jax.engine.head_orders import balanced_orders
+from tca_jax.engine.placement import balanced_orders
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import axis_size, device_graphdef
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import tca_jax
 from tca_jax import Context, Profile, Sampling, TCAConfig, methods
 from tca_jax.engine.contexts import encode_appended
-from tca_jax.engine.mesh import parse_mesh
+from tca_jax.engine.placement import parse_mesh
 from tca_jax.engine.prompts import encode_prompt, encode_prompts
 from tca_jax.engine.score import score_answers
 from tca_jax.errors import UserTypeError

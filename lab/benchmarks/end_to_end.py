@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 import tca_jax
 from tca_jax.cli.options import BackendOption, launched_in_order
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import parse_mesh
+from tca_jax.engine.placement import parse_mesh
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.models.sharding import DATA, axis_size

@@ -23,9 +23,9 @@ import tca_jax
 from tca_jax import methods
 from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
 from tca_jax.calibration.worth_profile import WorthProfile
-from tca_jax.engine.head_orders import balanced_orders
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import mesh_name
+from tca_jax.engine.placement import balanced_orders
 from tca_jax.errors import require
 from tca_jax.lab.benchmarks.common import random_normal
 from tca_jax.methods import BASELINE

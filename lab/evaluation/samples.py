@@ -9,10 +9,10 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from tca_jax.engine.cache import memory_bytes
-from tca_jax.engine.contexts import prefill
+from tca_jax.engine.contexts import DocumentTemplate, prefill
 from tca_jax.engine.generation import generate
 from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import DocumentTemplate, Encoder, bucket_length, encode_continuation
+from tca_jax.engine.prompts import Encoder, bucket_length, encode_continuation
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.recall.tasks import LATE_PREFIX, READ_FIRST, WITH_LEAD

@@ -48,7 +48,8 @@ def chat(
         require_writable(save_context, "--save-context")
     text = None if file is None else read_text(file, "--file")
     import tca_jax
-    from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, require_positions
+    from tca_jax.engine.contexts import DocumentTemplate
+    from tca_jax.engine.prompts import encode_continuation, require_positions
 
     read = None if context is None else read_context(context)
     with opened(model, running) as (checkpoint, load):

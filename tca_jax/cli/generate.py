@@ -111,7 +111,8 @@ def _encoded(
     checkpoint: Checkpoint, name: str, text: str, system: str | None, chat: bool, context: Context | None
 ) -> list[int]:
     """Token ids of a prompt, of a chat with it, or of its continuation of a context."""
-    from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt
+    from tca_jax.engine.contexts import DocumentTemplate
+    from tca_jax.engine.prompts import encode_continuation, encode_prompt
 
     in_chat = chat or system is not None
     if context is not None:

@@ -35,7 +35,7 @@ _SOURCES = {
 @contextlib.contextmanager
 def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple[Checkpoint, Callable[[], LM]]]:
     """The checkpoint of a model, and a function that reads its weights, for `rows` prompts at once."""
-    from tca_jax.engine.mesh import parse_mesh
+    from tca_jax.engine.placement import parse_mesh
     from tca_jax.loading import check_options, open_checkpoint
     from tca_jax.methods.written import parse_parts
     from tca_jax.models.sharding import DATA, axis_size

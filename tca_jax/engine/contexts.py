@@ -35,6 +35,7 @@ from tca_jax.engine.prompts import (
     is_single,
     pad_tokens,
     render_chat,
+    split_at,
 )
 from tca_jax.engine.read import Calls, ReadRows, Then, fork
 from tca_jax.errors import explaining, require
@@ -423,3 +424,47 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _tuples(own) for name, own in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+_DOCUMENT, _QUESTION, _ANSWER, _NEXT = (f"\u2063{name}\u2063" for name in ("document", "question", "answer", "next"))
+_SPACE = " \n"  # that templates may strip from messages
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentTemplate:
+    """Text around the parts of a conversation about a document; with a chat template, a user's message holds both
+    document and question, so that the document with all before it is read once."""
+
+    before_document: str
+    before_question: str  # between the document and a question
+    after_question: str  # between a question and its answer
+    before_next: str  # between an answer and the next question
+    verbatim: bool  # whether this is all; otherwise the tokenizer puts its own tokens before the document
+    trims: bool = False  # whether the template strips white space from both ends of messages
+
+    @classmethod
+    def of(cls, lm: Encoder, system: str | None = None) -> DocumentTemplate:
+        """The frame of a model's chat template, with a system message; without a template, a line break before each
+        question."""
+        if not getattr(lm.tokenizer, "chat_template", None) and system is None:
+            return cls("", "\n", "", "\n", verbatim=False)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        first.append({"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"})
+        chat = [*first, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
+        before, between, after = split_at(lm, render_chat(lm, first, "chat"), _DOCUMENT, _QUESTION)
+        *_, following, _ = split_at(lm, render_chat(lm, chat, "chat"), _DOCUMENT, _QUESTION, _ANSWER, _NEXT)
+        first[-1] = {"role": "user", "content": f"{_SPACE}{_DOCUMENT}{_SPACE}"}
+        trims = f"{_SPACE}{_DOCUMENT}{_SPACE}" not in render_chat(lm, first, "chat")
+        return cls(before, between, after, following, verbatim=True, trims=trims)
+
+    def document(self, lm: Encoder, text: str, argument: str) -> list[int]:
+        """Token ids of a document; `argument` is its name in messages."""
+        if not self.verbatim or not text:
+            return encode_prompt(lm, text, argument)
+        return encode_verbatim(lm, self.before_document + (text.lstrip() if self.trims else text), argument)
+
+    def question(self, text: str, *, follows_answer: bool) -> str:
+        """Appended text of a question."""
+        if self.trims:
+            text = text.strip() if follows_answer else text.rstrip()
+        return (self.before_next if follows_answer else self.before_question) + text + self.after_question

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-import re
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,10 +20,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Shaped
 
-from tca_jax.errors import UserError, require
+from tca_jax.errors import require
 from tca_jax.methods.base import Heads
 from tca_jax.models.names import MODEL
-from tca_jax.models.sharding import DATA, axis_size, parameter_specs, whole_mesh
+from tca_jax.models.sharding import DATA, axis_size, parameter_specs
 
 if TYPE_CHECKING:
     from tca_jax.engine.lm import LM
@@ -136,23 +134,6 @@ class OverMesh:
 def _specs_of(inputs: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
     """Partition spec of each array of some arguments."""
     return tuple(jax.tree.broadcast(spec, arg, is_leaf=_is_spec) for spec, arg in zip(inputs, args, strict=False))
-
-
-def parse_mesh(text: str, argument: str) -> Mesh:
-    """The mesh of the first devices for a text such as "1x4": devices on "data" x devices on "model"."""
-    shape = parse_mesh_shape(text, argument)
-    wanted, there = math.prod(shape), jax.device_count()
-    verb = "is" if there == 1 else "are"
-    require(wanted <= there, f"{argument} {text}: needs {wanted} devices, there {verb} {there}")
-    return whole_mesh(jax.make_mesh(shape, (DATA, MODEL), devices=jax.devices()[:wanted]))
-
-
-def parse_mesh_shape(text: str, argument: str) -> tuple[int, int]:
-    """Devices on "data" and on "model" in such a text. Raises ValueError."""
-    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if sizes is None:
-        raise UserError(f"{argument} {text}: must be devices on 'data' x devices on 'model', such as 1x4")
-    return int(sizes[1]), int(sizes[2])
 
 
 def mesh_name(mesh: Mesh | None) -> str:

@@ -17,7 +17,6 @@ from tca_jax.pallas_kernels.numerics import round_up
 _SMALLEST = 16
 _TAIL = 64  # tokens before a text that are tokenized again together with it
 _CHECKED = 8  # of these, the last ones must come out as they were
-_SPACE = " \n"  # that templates may strip from messages
 
 
 def bucket_length(length: int, smallest: int = _SMALLEST) -> int:
@@ -228,47 +227,7 @@ def check_token_ids(lm: Encoder, ids: list[int], source: str) -> list[int]:
     return ids
 
 
-_DOCUMENT, _QUESTION, _ANSWER, _NEXT = (f"\u2063{name}\u2063" for name in ("document", "question", "answer", "next"))
-
-
-@dataclasses.dataclass(frozen=True)
-class DocumentTemplate:
-    """Text around the parts of a conversation about a document; with a chat template, a user's message holds both
-    document and question, so that the document with all before it is read once."""
-
-    before_document: str
-    before_question: str  # between the document and a question
-    after_question: str  # between a question and its answer
-    before_next: str  # between an answer and the next question
-    verbatim: bool  # whether this is all; otherwise the tokenizer puts its own tokens before the document
-    trims: bool = False  # whether the template strips white space from both ends of messages
-
-    @classmethod
-    def of(cls, lm: Encoder, system: str | None = None) -> DocumentTemplate:
-        """The frame of a model's chat template, with a system message; without a template, a line break before each
-        question."""
-        if not getattr(lm.tokenizer, "chat_template", None) and system is None:
-            return cls("", "\n", "", "\n", verbatim=False)
-        first = [] if system is None else [{"role": "system", "content": system}]
-        first.append({"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"})
-        chat = [*first, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
-        before, between, after = _split(lm, render_chat(lm, first, "chat"), _DOCUMENT, _QUESTION)
-        *_, following, _ = _split(lm, render_chat(lm, chat, "chat"), _DOCUMENT, _QUESTION, _ANSWER, _NEXT)
-        first[-1] = {"role": "user", "content": f"{_SPACE}{_DOCUMENT}{_SPACE}"}
-        trims = f"{_SPACE}{_DOCUMENT}{_SPACE}" not in render_chat(lm, first, "chat")
-        return cls(before, between, after, following, verbatim=True, trims=trims)
-
-    def document(self, lm: Encoder, text: str, argument: str) -> list[int]:
-        """Token ids of a document; `argument` is its name in messages."""
-        if not self.verbatim or not text:
-            return encode_prompt(lm, text, argument)
-        return encode_verbatim(lm, self.before_document + (text.lstrip() if self.trims else text), argument)
-
-    def question(self, text: str, *, follows_answer: bool) -> str:
-        """Appended text of a question."""
-        if self.trims:
-            text = text.strip() if follows_answer else text.rstrip()
-        return (self.before_next if follows_answer else self.before_question) + text + self.after_question
+_TEXT = "\u2063text\u2063"  # stands for the user's text while a chat is rendered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,8 +247,8 @@ class TokenizerWording:
         """
         if not getattr(self.lm.tokenizer, "chat_template", None):
             return tuple(self.lm.tokenizer("")["input_ids"]), self.ids("\n")
-        rendered = render_chat(self.lm, [{"role": "user", "content": _QUESTION}], "chat")
-        before, after = _split(self.lm, rendered, _QUESTION)
+        rendered = render_chat(self.lm, [{"role": "user", "content": _TEXT}], "chat")
+        before, after = split_at(self.lm, rendered, _TEXT)
         return self.ids(before), self.ids(after)
 
     def before_answer(self) -> tuple[int, ...]:
@@ -297,7 +256,7 @@ class TokenizerWording:
         return self.around_text()[1]
 
 
-def _split(lm: Encoder, text: str, *marks: str) -> list[str]:
+def split_at(lm: Encoder, text: str, *marks: str) -> list[str]:
     """The parts of a text between marks that come once each, in this order."""
     parts = []
     for mark in marks:

@@ -45,12 +45,11 @@ class Allocator:
 
     def take(self, counts: int | Sequence[int]) -> Numbers:
         """Pages for one use each; a number of them for all devices, or one for each. Fewer are free: UserError."""
-        of_devices = np.broadcast_to(counts, self._free.shape)
-        for count, free in zip(of_devices, self._free, strict=True):
+        wanted = np.broadcast_to(counts, self._free.shape)
+        for count, free in zip(wanted, self._free, strict=True):
             require(count <= free, f"{count} pages are needed, {free} of {self._uses.shape[1]} are free")
-        each = zip(self._uses, of_devices, strict=True)
-        taken = [np.flatnonzero(uses == 0)[:count].astype(np.int32) for uses, count in each]
-        self._free -= of_devices
+        taken = [np.flatnonzero(uses == 0)[:n].astype(np.int32) for uses, n in zip(self._uses, wanted, strict=True)]
+        self._free -= wanted
         self.share(taken)
         return taken
 

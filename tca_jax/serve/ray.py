@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tca_jax.cli.errors import UsageError
 from tca_jax.cli.options import ModelArgument, ModelOptions, launched_in_order, with_options
 from tca_jax.cli.serve import ServingOptions
-from tca_jax.engine.mesh import parse_mesh_shape
+from tca_jax.engine.placement import parse_mesh_shape
 from tca_jax.errors import UserError, require
 from tca_jax.serve.server import Server
 

@@ -28,8 +28,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from tca_jax.engine.contexts import DocumentTemplate
 from tca_jax.engine.generation_config import GenerationConfig
-from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt, render_chat, require_tokenizer
+from tca_jax.engine.prompts import encode_continuation, encode_prompt, render_chat, require_tokenizer
 from tca_jax.serve import protocol
 from tca_jax.serve.constraints import Grammars, Mask
 from tca_jax.serve.engine import Engine

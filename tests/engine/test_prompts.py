@@ -9,9 +9,8 @@ from tiny import tiny_lm, write_checkpoint
 from transformers import AutoTokenizer
 from word_pieces import tokenizer_of_bytes, tokenizer_of_pieces
 
-from tca_jax.engine.contexts import encode_appended
+from tca_jax.engine.contexts import DocumentTemplate, encode_appended
 from tca_jax.engine.prompts import (
-    DocumentTemplate,
     bucket_length,
     decode_continuation,
     encode_continuation,

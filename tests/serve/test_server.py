@@ -17,7 +17,8 @@ from serving import KEY, MODEL, QUESTION, TEMPLATE, Running
 from tiny import with_candidates, write_checkpoint
 
 import tca_jax
-from tca_jax.engine.prompts import DocumentTemplate, encode_verbatim
+from tca_jax.engine.contexts import DocumentTemplate
+from tca_jax.engine.prompts import encode_verbatim
 from tca_jax.serve import Engine
 
 BOOK = "The quick brown fox jumps over the lazy dog. " * 4

@@ -1,15 +1,40 @@
-"""Orders of KV heads on a mesh, in which devices hold and compute about as much."""
+"""Where a model goes: a mesh from its name, and orders of KV heads in which its devices have about as much to do."""
 
 from __future__ import annotations
 
+import math
+import re
+
+import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from tca_jax.engine.mesh import Orders
+from tca_jax.errors import UserError, require
 from tca_jax.methods.base import CachePolicy, per_head
+from tca_jax.models.names import MODEL
+from tca_jax.models.sharding import DATA, whole_mesh
 
 #: Most tokens of the prompts whose caches are balanced.
 _BALANCED_TOKENS = 2**17
+
+
+def parse_mesh(text: str, argument: str) -> Mesh:
+    """The mesh of the first devices for a text such as "1x4": devices on "data" x devices on "model"."""
+    shape = parse_mesh_shape(text, argument)
+    wanted, there = math.prod(shape), jax.device_count()
+    verb = "is" if there == 1 else "are"
+    require(wanted <= there, f"{argument} {text}: needs {wanted} devices, there {verb} {there}")
+    return whole_mesh(jax.make_mesh(shape, (DATA, MODEL), devices=jax.devices()[:wanted]))
+
+
+def parse_mesh_shape(text: str, argument: str) -> tuple[int, int]:
+    """Devices on "data" and on "model" in such a text. Raises ValueError."""
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if sizes is None:
+        raise UserError(f"{argument} {text}: must be devices on 'data' x devices on 'model', such as 1x4")
+    return int(sizes[1]), int(sizes[2])
 
 
 def balanced_orders(policy: CachePolicy, num_layers: int, num_kv_heads: int, devices: int, max_context: int) -> Orders:
