@@ -79,10 +79,10 @@ def block_mass(
     require(rows <= _MOST_ROWS, f"block_mass on Triton: {given}: at most {_MOST_ROWS}", Unsupported)
     config = config or default_config(rows, batch * kv_heads * blocks * rows, block_size, head_dim, k.dtype)
     held = max(16, pl.next_power_of_2(config.tiles * rows))
-    # As many programs in a part as may write at once.
+    # Parts of as many programs as may write at once.
     programs = cdiv(blocks, config.tiles)
-    part = max(1, min(programs, _MOST_BYTES // (4 * batch * kv_heads * blocks * held)))
-    parts = cdiv(programs, part)
+    parts = cdiv(programs, max(1, _MOST_BYTES // (4 * batch * kv_heads * blocks * held)))
+    part = cdiv(programs, parts)
     tiles = parts * part * config.tiles
     positions = jnp.minimum(sampled_positions(lengths, tiles, block_size, stride), length - 1)  # [B, N', S]
     queries = jnp.take_along_axis(q, positions.reshape(batch, -1, 1, 1), axis=1, mode="promise_in_bounds")
