@@ -150,10 +150,7 @@ def _select_or_clear(
 
 
 def _ranked_slots(scores_ref: Any, region: Array, first: Array, budget: Array, block_size: int) -> Array:
-    """Where in the block's output each of its tokens goes, by position; -1 for one that is not kept.
-
-    The rank of a token is the number of tokens ahead of it: those of a higher score, or of the same and before it.
-    """
+    """Where in the block's output each of its tokens goes, by position; -1 for one that is not kept."""
     lanes = jnp.arange(block_size, dtype=jnp.int32)
     scores = scores_ref[region, first + lanes]
     own, other = scores[None], scores[:, None]  # the others along the rows: a thread sums its column by itself
@@ -163,14 +160,12 @@ def _ranked_slots(scores_ref: Any, region: Array, first: Array, budget: Array, b
 
 
 def _gap(offsets_ref: Any, kept_ref: Any, region: Array | int, begin: Array | int) -> tuple[Array | int, Array]:
-    """The rows from `begin`, where a region's tokens end, to where the next region begins.
-
-    Of empty regions at one offset the last owns the gap; region -1 stands for the start of the pool.
-    """
+    """The rows from `begin`, where a region's tokens end, to where the next begins; region -1: the pool's start."""
     lanes = jnp.arange(pl.next_power_of_2(offsets_ref.shape[0]), dtype=jnp.int32)
     valid = lanes < offsets_ref.shape[0]
     starts = pltriton.load(offsets_ref.at[lanes], mask=valid, other=-1)
     kept = pltriton.load(kept_ref.at[lanes], mask=valid, other=0)
+    # Of empty regions at one offset the last owns the gap.
     follows = (starts > begin) | ((starts == begin) & ((kept > 0) | (lanes > region)))
     return begin, jnp.min(jnp.where(follows, starts, np.iinfo(np.int32).max))
 
