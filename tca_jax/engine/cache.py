@@ -162,10 +162,16 @@ def mean_pages(policy: Any, tokens: int) -> int:
     return cdiv(shared_size(cdiv(tokens, b)), b) if has_means else 0
 
 
-def spare_pages(pages: int, page_bytes: int) -> int:
-    """Pages that make a pool one of a size that other lengths share; 0 where they are much memory."""
-    spare, limit = shared_size(pages) - pages, memory_bytes()
-    return spare if limit is None or spare * page_bytes * _SPARE <= limit else 0
+def spare_pages(pages: int, longest: int, page_bytes: int) -> int:
+    """Pages that make a pool one of an octave, whose longest prompt needs `longest`; 0 where they are much memory.
+
+    A pool of a size 9 * 2 ** n may serve other shares of the cache, too.
+    """
+    limit = memory_bytes()
+    for size in (shared_size(longest), longest):  # the same for all lengths of the octave
+        if limit is None or (size - longest // 2) * page_bytes * _SPARE <= limit:
+            return size - pages
+    return 0
 
 
 def allocator_limit() -> int | None:

@@ -23,10 +23,8 @@ from tca_jax.engine.read import Calls
 from tca_jax.engine.sampling import pairs
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
-from tca_jax.pallas_kernels.numerics import shared_size
 from tca_jax.programs import Program
 
-_LEAST_ROOM = 256  # for new tokens, so that shorter answers share programs
 #: Keys of answers by seed and rows, on the device: to make them takes as long as to call a program.
 _keys = functools.lru_cache(maxsize=256)(lambda seed, rows: row_keys(jax.random.key(seed), rows))
 _STOP_STRING_STRIDE = 16  # tokens between looks at the text for stop strings
@@ -236,8 +234,7 @@ class Answers:
             seen = seen_tokens(self.prompts.all_tokens, lm.config.vocab_size)
         keys, least = _keys(config.seed, len(self.prompts.row_lengths)), config.min_new_tokens
         drawing = config.sampling, np.asarray(config.stop_token_ids, np.int32), np.int32(least) if least else None
-        room = shared_size(max(_LEAST_ROOM, self.prompts.fed_tokens + 1))
-        static: dict[str, Any] = {"new_tokens": room, "logprobs": config.num_logprobs}
+        static: dict[str, Any] = {"new_tokens": self.prompts.room, "logprobs": config.num_logprobs}
 
         def given(logits: Any, shares: Any) -> tuple[Any, ...]:
             return lm.without_weights, logits, self.prompts.row_lengths, seen, keys, shares, *drawing

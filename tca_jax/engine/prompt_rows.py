@@ -18,7 +18,9 @@ from tca_jax.errors import require_type
 from tca_jax.methods.full import BASELINE
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import num_bytes
-from tca_jax.pallas_kernels.numerics import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv, shared_size
+
+_LEAST_ROOM = 256  # for new tokens, so that shorter answers share programs
 
 
 @runtime_checkable
@@ -94,6 +96,16 @@ class Prompts:
         return [first, layout(rows * self.times, held + columns, self.fed_tokens, following=True)]
 
     @property
+    def room(self) -> int:
+        """Room for the tokens of an answer, which shorter answers share."""
+        return shared_size(max(_LEAST_ROOM, self.fed_tokens + 1))
+
+    @functools.cached_property
+    def longest(self) -> Prompts:
+        """Prompts and answers whose tables and pool these share: those of an octave, if the pool is not much memory."""
+        return dataclasses.replace(self, columns=1 << (self.columns - 1).bit_length(), fed_tokens=self.room - 1)
+
+    @property
     def kv_cache_bytes(self) -> int:
         """Bytes of all pages that rows may use, on each device."""
         return self.lm.page_bytes * sum(layout.num_pages for layout in self.layouts)
@@ -115,13 +127,16 @@ class Prompts:
         found, held = self.read_once(calls, backend, then), self.context_columns
         if self.times == 1:
             return found
-        most, sizes = self.row_lengths + self.fed_tokens, (held + self.columns, self.fed_tokens)
+        sizes = (held + self.columns, self.fed_tokens) if held else (self.longest.columns, self.longest.fed_tokens)
+        most = self.row_lengths + self.fed_tokens
         return found._replace(rows=fork(self.lm, found.rows, self.times, most, *sizes, calls, private=not held))
 
     def read_once(self, calls: Calls, backend: Backend, then: Then | None) -> ReadRows:
         """Reads each prompt into a row, in a pool with room for those that will continue it."""
         tokens, lengths = pad_tokens(self.ids, self.lm.pad_token_id, self.columns)  # of NumPy: dispatches nothing
-        (layout, *forks), pages = self.layouts, sum(layout.num_pages for layout in self.layouts)
-        more = sum(each.num_pages for each in forks) + spare_pages(pages, self.lm.page_bytes)
-        options: dict[str, Any] = {"more_pages": more, "backend": backend, "then": then}
+        pages, shared = (sum(layout.num_pages for layout in each.layouts) for each in (self, self.longest))
+        layout, *forks = self.layouts
+        more = sum(each.num_pages for each in forks) + spare_pages(pages, shared, self.lm.page_bytes)
+        widths = self.longest.layouts[0].widths
+        options: dict[str, Any] = {"more_pages": more, "widths": widths, "backend": backend, "then": then}
         return read(self.lm, tokens, lengths, lengths + self.own_tokens, layout, calls, **options)

@@ -48,6 +48,8 @@ _ONE_PROGRAM_TOKENS = 4096
 
 #: Starts programs that follow a reading: gets the shapes of logits, rows and shares if its own had to be compiled.
 Then = Callable[[Any, Any, Any], None]
+#: Rows of a device, entries of their tables, pages of their pool.
+RowSizes = tuple[int, Widths, int]
 
 
 class ReadRows(NamedTuple):
@@ -103,23 +105,22 @@ def read(
     calls: Calls,
     *,
     more_pages: int = 0,  # for rows that will continue these
+    widths: Widths | None = None,  # of their tables; None for those of the layout
     backend: Backend = "auto",
     then: Then | None = None,
 ) -> ReadRows:
     """Reads prompts into rows."""
-    lm = lm.for_programs
+    lm, given = lm.for_programs, (tokens, lengths, most)
+    sizes = layout.batch, widths or layout.widths, layout.num_pages + more_pages
     if not calls.traced and _are_short(lm, tokens):
-        given, static = (lm, tokens, lengths, most), {"layout": layout, "more_pages": more_pages, "backend": backend}
-        program = calls.start(_read_program, *given, **static)
+        of_prompts = lm.cache_layout(layout.batch, layout.prompt_tokens)
+        program = calls.start(_read_program, lm, *given, layout=of_prompts, sizes=sizes, backend=backend)
         if then is not None and program.seconds:
             then(*program.shapes)
-        return calls.wait(program)(*given)
+        return calls.wait(program)(lm, *given)
     if lm.method.cache.reader is not None and layout.has_ranked_blocks:
-        return lm.method.cache.reader(lm, tokens, lengths, most, layout, calls, more_pages=more_pages, backend=backend)
-    layers = Layers(lm, tokens, lengths, most, layout, calls, backend)
-    rows = layers.run(layout, more_pages, then)
-    logits, shares = layers.end()
-    return ReadRows(logits, rows, shares)
+        return lm.method.cache.reader(lm, *given, layout, calls, more_pages=more_pages, backend=backend)
+    return _read_layers(Layers(lm, *given, layout, calls, backend), sizes, then)
 
 
 def _are_short(lm: LM, tokens: Int[Array | np.ndarray, "B L"]) -> bool:
@@ -128,8 +129,14 @@ def _are_short(lm: LM, tokens: Int[Array | np.ndarray, "B L"]) -> bool:
     return waits and lm.method == BASELINE
 
 
-def _read(lm: LM, tokens: Any, lengths: Any, most: Any, *, layout: CacheLayout, **static: Any) -> ReadRows:
-    return read(lm, tokens, lengths, most, layout, Calls(traced=True), **static)
+def _read_layers(layers: Layers, sizes: RowSizes, then: Then | None) -> ReadRows:
+    rows = layers.run(sizes, then)
+    logits, shares = layers.end()
+    return ReadRows(logits, rows, shares)
+
+
+def _read(lm: LM, tokens: Any, lengths: Any, most: Any, *, layout: CacheLayout, sizes: RowSizes, backend: Any) -> Any:
+    return _read_layers(Layers(lm, tokens, lengths, most, layout, Calls(traced=True), backend), sizes, None)
 
 
 _read_program = Program(_read)
@@ -162,9 +169,9 @@ class Layers:
         self.out: Any = None
         self._angles: Any = ()
 
-    def begin(self, layout: CacheLayout | None = None, more_pages: int = 0) -> Any:
-        """Embeds the prompts. Returns empty rows of a layout, if there is one."""
-        found = self._call(begin_program, *self._begin(), layout=layout, more_pages=more_pages)
+    def begin(self, sizes: RowSizes | None = None) -> Any:
+        """Embeds the prompts. Returns empty rows of these sizes, if there are any."""
+        found = self._call(begin_program, *self._begin(), sizes=sizes)
         self.x, *self._angles, self.shares, rows = found
         return rows
 
@@ -184,20 +191,20 @@ class Layers:
         """Calls a program of the last layer's second half, with an array of rows."""
         return self._call(program, *self._end(of_rows), **static)
 
-    def run(self, layout: CacheLayout | None, more_pages: int = 0, then: Then | None = None) -> Any:
+    def run(self, sizes: RowSizes | None, then: Then | None = None) -> Any:
         """Reads all layers. Returns the rows."""
         if not self._calls.traced and self._lm.mesh is None:
-            begin = self._start(begin_program, *self._begin(), layout=layout, more_pages=more_pages)
+            begin = self._start(begin_program, *self._begin(), sizes=sizes)
             if begin.seconds:
                 self._start_all(begin, begin.shapes[-1], then)
-        rows = self.begin(layout, more_pages)
+        rows = self.begin(sizes)
         for number in range(self._lm.config.num_layers):
             rows = self.read(number, rows)
         return rows
 
     def prepare(self, rows: Any) -> None:
         """Compiles all programs for rows of these shapes, before `begin`."""
-        self._start_all(self._start(begin_program, *self._begin(), layout=None, more_pages=0), rows)
+        self._start_all(self._start(begin_program, *self._begin(), sizes=None), rows)
         for program in self._programs.values():
             self._calls.wait(program)
 
@@ -244,14 +251,10 @@ class Layers:
         return self._lm.without_layers, weights, self.x, self.out, of_rows, self.shares
 
 
-def _begin(
-    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, layout: CacheLayout | None, more_pages: int
-) -> tuple[Any, ...]:
+def _begin(lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, sizes: RowSizes | None) -> tuple[Any, ...]:
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
     shares = jnp.zeros(lengths.shape, jnp.float32)
-    rows = None
-    if layout is not None:
-        rows = empty_rows(lm, layout.batch, layout.widths, layout.num_pages + more_pages, lm.cache_dtype)
+    rows = None if sizes is None else empty_rows(lm, *sizes, lm.cache_dtype)
     return lm.decoder.embed(tokens), *lm.decoder.angles(positions), shares, rows
 
 

@@ -10,6 +10,7 @@ from tca_jax.calibration.worth_profile import WorthProfile
 from tca_jax.engine.score import score_answers
 from tca_jax.lab.plots import kept_tokens
 from tca_jax.methods.worth import BLOCK, RESERVE
+from tca_jax.programs import Program
 
 OPTIONS = {"max_new_tokens": 200, "stop_token_ids": (), "logprobs": True}
 
@@ -46,6 +47,18 @@ def test_fed_tokens_are_those_of_decoding(profile, tmp_path):
         lm, out.tokens[0][:100], context=tca_jax.Context.load(tmp_path), **OPTIONS | {"max_new_tokens": 40}
     )
     assert over.tokens[0][:40] == out.tokens[0][100:140]
+
+
+@pytest.mark.parametrize("kept", [None, 0.3])
+def test_lengths_of_an_octave_share_decoding(profile, kept, monkeypatch):
+    lm = tiny_lm() if kept is None else tiny_lm().with_profile(profile.with_kept(kept))
+    names, own = list[str](), Program._lower
+    monkeypatch.setattr(Program, "_lower", lambda self, *args: names.append(self.function.__name__) or own(self, *args))
+    for n, first in ((600, True), (1_000, False)):
+        names.clear()
+        tca_jax.generate(lm, random_prompt(n, n), **OPTIONS | {"logprobs": 3})
+        assert ("decode" in names) == first
+    assert set(names) <= {"_begin", "_attend_layer", "_after_attention", "_end"}
 
 
 def test_other_profiles_contexts_are_refused(profile):
