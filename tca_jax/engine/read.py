@@ -171,8 +171,7 @@ class Layers:
 
     def begin(self, sizes: RowSizes | None = None) -> Any:
         """Embeds the prompts. Returns empty rows of these sizes, if there are any."""
-        found = self._call(begin_program, *self._begin(), sizes=sizes)
-        self.x, *self._angles, self.shares, rows = found
+        self.x, *self._angles, self.shares, rows = self._call(begin_program, *self._begin(), sizes=sizes)
         return rows
 
     def read(self, number: int, rows: Any) -> Any:
@@ -243,8 +242,7 @@ class Layers:
         return given, {**self._static, "layer": number if self._lm.method.layers_differ else None}
 
     def _second_half(self, number: int, start: int) -> tuple[Any, ...]:
-        weights = self._lm.layer_params(number)
-        return self._lm.without_weights, weights, self.x, self.out, self._calls.number(start)
+        return self._lm.without_weights, self._lm.layer_params(number), self.x, self.out, self._calls.number(start)
 
     def _end(self, of_rows: Any) -> tuple[Any, ...]:
         weights = self._lm.layer_params(self._lm.config.num_layers - 1)
@@ -300,8 +298,8 @@ def _after_attention(
     flat = [each.reshape(-1, *each.shape[2:]) for each in (x, out)]
     chunk = (jax.lax.dynamic_slice_in_dim(each, start, size)[None] for each in flat)
     layer = lm.layer(weights)
-    if 4 * size == sum(layer.chunks):  # on a mesh, these sums overlap with products, too
-        layer.chunks = tuple(each // 4 for each in layer.chunks)
+    if 4 * size == sum(layer.chunks):  # on a mesh, in two parts: XLA would sum four smaller ones together
+        layer.chunks = tuple(each // 2 for each in layer.chunks[:2])
     new = layer.after_attention(*chunk)[0]
     return jax.lax.dynamic_update_slice_in_dim(flat[0], new, start, axis=0).reshape(x.shape)
 
