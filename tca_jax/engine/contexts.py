@@ -335,10 +335,7 @@ def _compacted(lm: LM, rows: Rows, calls: Calls) -> Rows:
 def encode_appended(
     lm: Encoder, prompts: Any, rows: int, held: Callable[[int], list[int]], argument: str = "prompts"
 ) -> list[list[int]]:
-    """Token ids that prompts append to a context of 1 row or one for each, whose ids `held` gives by the row.
-
-    Text and ids are appended as they are, chats from the end of the context on. Raises as `encode_prompts`.
-    """
+    """Token ids that prompts append to a context of one row or one for each; `held` gives a row's. Errors name them."""
     batch = [prompts] if is_single(prompts, argument) else list(prompts)
     fits = batch and rows in (1, len(batch))
     require(fits, f"{argument} has {len(batch)} entries: must have {rows}, one for each row of the context")

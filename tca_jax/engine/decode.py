@@ -79,10 +79,7 @@ class Steps:
         return [policy.summarize(i, rows.of_layer(i)[0]) for i in layers] if policy.chooses_pages else None
 
     def decode(self, state: DecodingState) -> DecodingState:
-        """Draws tokens until every row has all or has ended, or a block leaves the window of some row.
-
-        A row that has stays as it is. `leave` deals with the blocks.
-        """
+        """Draws tokens until every row has all or has ended, or a block leaves the window of some row: see `leave`."""
         lm = self.lm
 
         def more(state: DecodingState) -> Bool[Array, ""]:
@@ -170,11 +167,7 @@ def evict_block(
     *,
     rare: bool = False,  # whether there mostly are none, so that the device asks the host to leave out what is for them
 ) -> Rows:
-    """Keeps the policy's choice from the block that leaves the window, in rows where one leaves.
-
-    The policy sees the current query's attention probabilities over all that it can see at this step: what is kept, the
-    window with the leaving block still in it, and itself.
-    """
+    """Keeps the policy's choice from a leaving block, by the query's attention to all it sees, that block included."""
     before = jnp.maximum(positions - 1, 0)
 
     def log_sum_exp() -> Float32[Array, "R Hq"]:
@@ -202,12 +195,9 @@ def draw(
     logits: Float[Array, "B V"],
     sampling: Sampling,
     running: Bool[Array, " B"] | None = None,
-    allowed: UInt8[Array, "B W"] | None = None,
+    allowed: UInt8[Array, "B W"] | None = None,  # a bit for each token that may be drawn, the lowest of a byte first
 ) -> DecodingState:
-    """The state with the next token of each row, or of those that are `running`.
-
-    Tokens whose bit of `allowed` is 0 are not drawn: bits of a row lie in W = ceil(V / 8) bytes, the lowest bit first.
-    """
+    """The state with the next token of each row, or of those that are `running`."""
     with jax.named_scope("sample"):
         rows, running = jnp.arange(logits.shape[0]), ~state.done if running is None else running
         drawable = logits

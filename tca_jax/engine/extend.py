@@ -59,16 +59,11 @@ def feed(
     lengths: Int[Array | np.ndarray, " R"],  # tokens to append; of a row of none logits mean nothing
     calls: Calls,
     *,
-    keep_hidden: bool = False,
+    keep_hidden: bool = False,  # whether to return the last layer's output, normed, arbitrary without a new token
     watch: Callable[[int, Where, Array, Rows], None] | None = None,  # gets the queries [R, n, Hq, d] of each layer
     backend: Backend = "auto",
 ) -> tuple[Rows, Float32[Array, "R V"], Float[Array, "R S D"] | None]:
-    """Appends tokens to rows, as if decoding had fed them, however they are split into calls.
-
-    Returns:
-        The rows, logits of the token after each row's last, and, if kept, the last layer's output in every column,
-        normed, arbitrary where there is no new token.
-    """
+    """Appends tokens to rows, as decoding would feed them; also returns the logits after each row's last token."""
     lm, b = lm.for_programs, lm.method.cache.block_size
     piece = min(tokens.shape[1], b * max(1, _PIECE_TOKENS // b))
     options: dict[str, Any] = {"queries": watch is not None, "backend": backend}

@@ -110,12 +110,7 @@ class GenerationConfig:
 
     @classmethod
     def of(cls, config: Any, options: Mapping[str, Any]) -> GenerationConfig:
-        """`config`, or the default where it is None, with options in place of its fields.
-
-        Raises:
-            ValueError: a value is not allowed.
-            TypeError: an option is unknown, or a value is of a wrong type.
-        """
+        """`config`, or the default where it is None, with options in place of its fields. ValueError or TypeError."""
         for name in options:
             require_name(f"unknown option {name!r}", name, cls.__dataclass_fields__, UserTypeError)
         config = cls() if config is None else config
@@ -123,12 +118,7 @@ class GenerationConfig:
         return dataclasses.replace(config, **options)
 
     def for_model(self, lm: Any) -> GenerationConfig:
-        """The same for a model, whose own stop tokens take the place of None.
-
-        Raises:
-            ValueError: a field is not allowed for this model: stop strings without a tokenizer, tokens beyond the
-                vocabulary.
-        """
+        """The same with the model's own stop tokens in place of None. ValueError where a field is not allowed."""
         vocabulary = lm.config.vocab_size
         text = not self.stop or lm.tokenizer is not None
         require(text, f"stop: {lm.name} was loaded without a tokenizer; use stop_token_ids")

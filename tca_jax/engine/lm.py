@@ -276,10 +276,7 @@ class LM:
         return self._with(graphdef=graphdef, params=params)
 
     def _with(self, **changes: Any) -> LM:
-        """A copy over the same weights, with the cached properties of this one.
-
-        A fingerprint takes a read of all weights; to merge a deep model takes milliseconds.
-        """
+        """A copy over the same weights, with the cached properties of this one, which take long."""
         other = dataclasses.replace(self, **changes)
         known = ("fingerprint", "dtype", "weights_dtype")
         vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})

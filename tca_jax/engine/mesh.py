@@ -55,10 +55,7 @@ class HeadShards:
     order: Orders  # `[layers][H_kv]`: heads of device i are at the places from i H_kv / n on
 
     def heads(self, layer: int | Array) -> Heads:
-        """The heads of the device that runs a program, inside of one.
-
-        Of a layer whose number is traced, `of_devices` is that of the first: as many heads, but maybe others.
-        """
+        """The heads of the device that runs a program. Of a traced layer, `of_devices` are those of the first."""
         order = np.asarray(self.order, np.int32).reshape(len(self.order), self.devices, -1)
         of_devices = order[layer if isinstance(layer, int) else 0]
         numbers = part_of_device(of_devices if isinstance(layer, int) else jnp.asarray(order)[layer])
@@ -158,8 +155,7 @@ def rows_of_device(lm: LM, rows: int, what: str) -> int:
 
 
 def agreed(number: int, mesh: Mesh | None) -> int:
-    """A number that processes may see differently, such as one of their clocks; the first one's where several share a
-    mesh, for they have to run the same programs."""
+    """The first process's number, of a clock for example, where several share a mesh: they run the same programs."""
     if mesh is None or not mesh.is_multi_process:
         return number
     from jax.experimental.multihost_utils import broadcast_one_to_all
@@ -168,8 +164,7 @@ def agreed(number: int, mesh: Mesh | None) -> int:
 
 
 def on_host(arrays: Any) -> Any:
-    """Arrays of a pytree on the host, all at once, for each alone would wait; gathered where other processes hold
-    parts of them."""
+    """Arrays of a pytree on the host, all at once, since each waits; gathered where other processes hold parts."""
 
     def is_remote(x: Any) -> bool:
         return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)

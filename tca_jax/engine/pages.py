@@ -299,9 +299,9 @@ class Rows(PerDevice):
         chosen: Bool[Array, "*layers R H b"],  # its tokens that stay
         start: Int[Array, " R"],  # first positions of that block
     ) -> Rows:
-        """Moves the chosen tokens of the oldest block to pages of kept tokens; others leave their mean, if any do.
+        """Keeps the chosen tokens of the oldest block, and means of others; its page serves the next block.
 
-        The block's page serves the window's next block. The caller moves `start`, which all layers share.
+        The caller moves `start`, which all layers share.
         """
         b, none, columns, layer = self.page_size, self.num_pages, self.columns, runtime_number(layer)
         table, kept, free = _of_layer(self.pages, layer), _of_layer(self.kept, layer), self.free

@@ -70,10 +70,7 @@ def balanced_orders(policy: CachePolicy, num_layers: int, num_kv_heads: int, dev
 
 
 def _balanced_order(loads: Int[np.ndarray, " Hkv"], devices: int) -> tuple[int, ...]:
-    """Heads by device, as many on each: the largest first, each to the device that has least and is not full.
-
-    On a device the largest stands first, so that places of different devices hold about as much.
-    """
+    """Heads by device, as many on each: the largest first, each to the device that has least and is not full."""
     held: list[list[int]] = [[] for _ in range(devices)]
     for head in np.argsort(-loads, kind="stable").tolist():
         free = [of_device for of_device in held if len(of_device) < len(loads) // devices]

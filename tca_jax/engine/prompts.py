@@ -74,11 +74,7 @@ def encode_verbatim(lm: Encoder, text: str | bytes, argument: str = "prompt") ->
 
 
 def encode_continuation(lm: Encoder, text: str | bytes, held: Sequence[int], argument: str = "prompt") -> list[int]:
-    """Token ids of text that follows the tokens `held`: those that it has in one text of both.
-
-    Where a token of that text would span the boundary, they are the ids of the text alone, without the space that
-    SentencePiece puts before a text.
-    """
+    """Token ids of text after the tokens `held`: as in one text of both, or of the text alone if a token spans both."""
     text, tail = decode_utf8(text, argument), list(held[-_TAIL:])
     befores = [(_tokenizer(lm, argument).decode(tail), tail[-_CHECKED:])] if tail else []
     for before, end in [*befores, ("\n", [])]:
@@ -105,10 +101,7 @@ def require_positions(
 
 
 def decode_continuation(lm: Encoder, tokens: Sequence[int], *, special: bool = False) -> str:
-    """Text of tokens that follow others; `special` ones are included or left out.
-
-    It is cut from the text of a letter and these: SentencePiece's tokenizers drop the first space of what they decode.
-    """
+    """Text of tokens that follow others; `special` ones are included or left out."""
     tokenizer = _tokenizer(lm, "text")
     anchor, text = _anchor(tokenizer)
     return tokenizer.decode([*anchor, *tokens], skip_special_tokens=not special)[len(text) :]
@@ -116,7 +109,7 @@ def decode_continuation(lm: Encoder, tokens: Sequence[int], *, special: bool = F
 
 @functools.lru_cache(maxsize=8)
 def _anchor(tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    """Tokens of a letter, and their text."""
+    """Tokens of a letter, and their text, to put before tokens: SentencePiece drops the first space of a text."""
     ids = tuple(tokenizer("a", add_special_tokens=False)["input_ids"])
     return ids, tokenizer.decode(list(ids))
 
@@ -124,10 +117,7 @@ def _anchor(tokenizer: Any) -> tuple[tuple[int, ...], str]:
 def pad_tokens(
     sequences: Sequence[Sequence[int]], pad_token_id: int = 0, columns: int | None = None
 ) -> tuple[Int32[np.ndarray, "B L"], Int32[np.ndarray, " B"]]:
-    """A batch of sequences in the shape that programs are compiled for, right-padded, and their lengths.
-
-    L is `columns`, or the bucket of the longest sequence.
-    """
+    """Sequences, right-padded to `columns` or to the bucket of the longest, and their lengths."""
     lengths = np.array([len(ids) for ids in sequences], np.int32)
     tokens = np.full((len(sequences), columns or bucket_length(int(lengths.max()))), pad_token_id, np.int32)
     for row, ids in zip(tokens, sequences, strict=True):
@@ -241,10 +231,7 @@ class TokenizerWording:
         return tuple(encode_verbatim(self.lm, text, "text"))
 
     def around_text(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The chat template's tokens before the user's text, and between it and an answer.
-
-        Without a template, what the tokenizer puts before any text, and a line break.
-        """
+        """The chat template's tokens before the user's text and after it; without one, the tokenizer's and a break."""
         if not getattr(self.lm.tokenizer, "chat_template", None):
             return tuple(self.lm.tokenizer("")["input_ids"]), self.ids("\n")
         rendered = render_chat(self.lm, [{"role": "user", "content": _TEXT}], "chat")

@@ -77,12 +77,9 @@ def sample(
     logits: Float[Array, "B V"],
     keys: Key[Array, " B"] | None,  # None: greedy
     sampling: Sampling,
-    seen: Bool[Array, "B V"] | None = None,
+    seen: Bool[Array, "B V"] | None = None,  # tokens of prompt and answer, for the penalty
 ) -> Int[Array, " B"]:
-    """One token a row, in the order of Hugging Face transformers: repetition penalty, temperature, top-k, top-p, min-p.
-
-    A row's draw does not depend on its neighbours. The penalty needs `seen`, the tokens of its prompt and answer.
-    """
+    """One token a row, as Hugging Face transformers draw: repetition penalty, temperature, top-k, top-p, min-p."""
     penalty, temperature = _of_rows(sampling.repetition_penalty), _of_rows(sampling.temperature)
     if penalty is not None:
         assert seen is not None

@@ -116,10 +116,7 @@ class TokenScores(NamedTuple):
 def scores_of_hidden(
     decoder: Decoder, hidden: Float[Array, "B L D"], tokens: Int[Array, "B L"], top: int = 0
 ) -> TokenScores:
-    """Scores of tokens, each given the hidden state beside it.
-
-    Logits are made of a few positions at a time: those of all would outweigh the model.
-    """
+    """Scores of tokens, each given the hidden state beside it; by chunks, since all logits would outweigh the model."""
     batch, length, _ = hidden.shape
     chunk = max(1, min(length, _LOGIT_ELEMENTS // (batch * decoder.config.vocab_size)))
 
@@ -206,10 +203,8 @@ def score_answers(
     ]
     checked.require_positions(*(max(map(len, rows[i : i + times])) - 1 for i in range(0, len(rows), times)))
     logprobs, greedy = _score_rows(dataclasses.replace(checked, times=times), rows, kernels)
-    return AnswerScores(
-        [logprobs[i : i + times] for i in range(0, len(rows), times)],
-        [greedy[i : i + times] for i in range(0, len(rows), times)],
-    )
+    of_prompts = [slice(i, i + times) for i in range(0, len(rows), times)]
+    return AnswerScores([logprobs[own] for own in of_prompts], [greedy[own] for own in of_prompts])
 
 
 def _encode_answer(lm: LM, answer: Any, held: list[int], argument: str) -> list[int]:

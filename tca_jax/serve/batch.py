@@ -198,10 +198,7 @@ class Batch:
         self.pending.append((output, tuple(self.rows)))
 
     def wait(self) -> list[tuple[Request, int, bool, bool]]:
-        """Waits for the first pending step, and hands out its tokens.
-
-        Returns requests, their numbers of new tokens, whether logits are finite, and whether a stop token was drawn.
-        """
+        """Hands out the first pending step: requests, number of new tokens, whether finite, whether at a stop token."""
         (packed, rows), state = self.pending.pop(0), self.state
         steps, done, finite, last = np.asarray(packed).tolist()
         # Of the last dispatched step: where a row wants them, this is the only one.

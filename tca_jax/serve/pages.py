@@ -133,8 +133,7 @@ class PagePool:
         return jax.tree.map(lambda x: put(np.array(x)), table)  # copies, which programs may overwrite
 
     def numbered(self, rows: Rows, none: int) -> tuple[Rows, Numbers]:
-        """A row's table on the host whose pages are those that hold tokens, numbered from 0; and their numbers until
-        now, on each device. Numbers from `none` on are no pages."""
+        """A row's table on the host with its pages with tokens numbered from 0, and their old numbers below `none`."""
         b, held = self.block_size, (np.asarray(rows.length) - rows.start)[..., None, :, None, None]
         kept, window = np.split(np.asarray(rows.pages), [rows.columns], axis=-1)
         window = np.where(np.arange(window.shape[-1]) * b < held, window, none)
@@ -264,17 +263,14 @@ def _packed(state: DecodingState) -> Int32[Array, "4 R"]:
 def _step(
     lm: LM,
     state: DecodingState,
-    limit: Int[Array, " R"],
+    limit: Int[Array, " R"],  # tokens of an answer; 0 for free rows
     sampling: Sampling,
-    allowed: UInt8[Array, "R W"] | None,
+    allowed: UInt8[Array, "R W"] | None,  # as in `draw`
     *,
-    evicts: bool,
+    evicts: bool,  # whether a block may leave a window
     backend: Backend,
 ) -> tuple[DecodingState, Int32[Array, "4 R"]]:
-    """A step of the rows that have not ended and have fewer than `limit` tokens (0 for free rows).
-
-    `allowed` as in `decode.draw`; `evicts`: whether a block may leave a window.
-    """
+    """A step of the rows that have not ended and have fewer than `limit` tokens."""
     rows, steps, by_scores = state.cache, Steps(lm, limit, sampling, allowed, backend), lm.method.cache.by_scores
     running = steps.running(state)
     # Other rows have no tokens, so that nothing of theirs is read.

@@ -89,10 +89,7 @@ class Scheduler:
                 self._leave(request, "cancelled")
 
     def step(self, is_called: Callable[[], bool] = lambda: False) -> bool | None:
-        """One round; whether there is more to do now, or None while something is under way.
-
-        `is_called`: whether calls of other threads wait for the end of the round.
-        """
+        """One round, for whose end other threads may wait; whether there is more to do, or None while under way."""
         documents = self._documents
         for document, error in documents.move():
             for request in [each for each in self._requests if each.parent is document and each.slot is None]:
@@ -215,11 +212,7 @@ class Scheduler:
         return parent.state == "device"
 
     def _has_room(self, user: Request | Document, count: int) -> bool:
-        """Whether pages of documents are free for a request or a document; if not, those that come later wait, too.
-
-        Raises:
-            ValueError: none will be free when others end.
-        """
+        """Whether pages of documents are free; if not, later ones wait, too. ValueError if none will ever be."""
         if self._documents.make_room(count):
             return True
         most = self._pool.documents - (user.parent.num_pages if user.parent is not None and pins(user) else 0)

@@ -86,10 +86,7 @@ class Answers:
             raise
 
     async def pieces(self, seconds: float) -> AsyncIterator[tuple[int, str | Completion]]:
-        """Pieces of text of each answer while they are written, and its completion at its end.
-
-        RequestError if they take longer than `seconds`, or the server ends; ClientDisconnect if they are closed.
-        """
+        """Pieces of text of each answer, and its completion. RequestError after `seconds`, or if the server ends."""
         loop, changed, sent = asyncio.get_running_loop(), asyncio.Queue[int](), [0] * self.rows
 
         def notify(index: int) -> None:
@@ -376,10 +373,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: Callable[[], None]) -> tuple[bool, bool]:
-    """Serves an engine at a bound socket until SIGINT or SIGTERM, and closes the engine; `ready` is called first.
+    """Serves an engine at a bound socket until a signal; `ready` is called first.
 
-    Returns:
-        Whether the engine, and documents being stored, ended within `settings.grace`; whether Ctrl-C ended it.
+    Returns whether the engine, and documents being stored, ended within `settings.grace`; and whether Ctrl-C ended it.
     """
     server = Server(engine, settings)
     closing = threading.Thread(target=engine.close, name="tca-jax-close", daemon=True)
