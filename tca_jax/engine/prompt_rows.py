@@ -135,8 +135,7 @@ class Prompts:
         """Reads each prompt into a row, in a pool with room for those that will continue it."""
         tokens, lengths = pad_tokens(self.ids, self.lm.pad_token_id, self.columns)  # of NumPy: dispatches nothing
         pages, shared = (sum(layout.num_pages for layout in each.layouts) for each in (self, self.longest))
-        layout, *forks = self.layouts
-        more = sum(each.num_pages for each in forks) + spare_pages(pages, shared, self.lm.page_bytes)
+        more = sum(each.num_pages for each in self.layouts[1:]) + spare_pages(pages, shared, self.lm.page_bytes)
         widths = self.longest.layouts[0].widths
         options: dict[str, Any] = {"more_pages": more, "widths": widths, "backend": backend, "then": then}
-        return read(self.lm, tokens, lengths, lengths + self.own_tokens, layout, calls, **options)
+        return read(self.lm, tokens, lengths, lengths + self.own_tokens, self.layouts[0], calls, **options)

@@ -395,8 +395,12 @@ def _attend_scored(
                 reserved = policy.reserved(last_queries(q, lengths, policy.num_queries), k, lengths)
             stays, ranks = stays | reserved, jnp.where(reserved, jnp.inf, scores)
         if kept_so_far is not None:  # begun pages come besides
-            own = jnp.clip(edge[:, 0, 0], 0, policy.reserve) * heads  # the reserve of a layer
-            left = room - kept_so_far.sum(axis=(0, 2)) - own * (len(kept_so_far) - layer)
+            ranked, reserves = jnp.maximum(edge[:, 0, 0], 0), policy.reserve * heads * len(kept_so_far)
+            own = jnp.minimum(ranked, policy.reserve) * heads  # the reserve of a layer
+            of_row = reserves + (room - reserves) * (
+                ranked / (policy.num_ranked_blocks(length) * b)
+            )  # less for padding
+            left = of_row - kept_so_far.sum(axis=(0, 2)) - own * (len(kept_so_far) - layer)
             part = jnp.maximum(left * settings.left, 0).astype(jnp.int32) + own
             stays, raised = _highest(stays, ranks, part)
         with jax.named_scope("select"):
@@ -426,11 +430,8 @@ def _highest(
 begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, CACHES)))
 #: Queries and attention's output on a mesh.
 OUT = PartitionSpec(DATA, None, MODEL)
-attend_program = Program(
-    OverMesh(_attend_layer, (LAYER_WEIGHTS, ROWS, ROWS, CACHES, *(ROWS,) * 4, SAME, SAME), (OUT, ROWS, CACHES)),
-    donate=(3, 4),
-    one_layer=True,
-)
+_LAYER: Any = LAYER_WEIGHTS, ROWS, ROWS, CACHES, *(ROWS,) * 4, SAME, SAME
+attend_program = Program(OverMesh(_attend_layer, _LAYER, (OUT, ROWS, CACHES)), donate=(3, 4), one_layer=True)
 after_program = Program(OverMesh(_after_attention, (LAYER_WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), one_layer=True)
 end_program = Program(OverMesh(_end, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 

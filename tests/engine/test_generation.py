@@ -103,8 +103,7 @@ def test_prompts_in_chunks_answer_alike(lm, monkeypatch):
 
 @pytest.mark.parametrize("step", [3, 16, 64])
 def test_chunks_hold_tokens_and_little_padding(step):
-    rng = np.random.default_rng(0)
-    for lengths in rng.integers(1, 300, (50, 2, 3)):
+    for lengths in np.random.default_rng(0).integers(1, 300, (50, 2, 3)):
         columns = bucket_length(int(lengths.max()))
         sizes, chunks = read.chunks_of_tokens(lengths, 3 * columns, columns, step)
         used = (np.arange(columns) < lengths[..., None]).any(axis=0).ravel()
