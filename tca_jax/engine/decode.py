@@ -47,7 +47,7 @@ class DecodingState:
     top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None
     finite: Bool[Array, " B"]  # rows whose prompt led to finite logits
     cache: Rows  # what the answers continue from
-    attended_share: Float32[Array, " B"] | None = None  # see `generation.Stats`; None behind a context, which knows it
+    attended_share: Float32[Array, " B"] | None = None  # see `generation.Stats`; None of a server's rows
 
 
 _BY_ROW: dict[str, Any] = {field.name: ROWS for field in dataclasses.fields(DecodingState)}

@@ -237,11 +237,8 @@ class Batch:
 
     def _allowed(self, requests: Sequence[Request | None]) -> UInt8[np.ndarray, "R W"]:
         """Tokens that rows may draw next, packed."""
-        allowed = np.full((len(requests), -(-self._lm.config.vocab_size // 8)), 255, np.uint8)
-        for row, request in enumerate(requests):
-            if request is not None and request.allowed is not None:
-                allowed[row] = request.allowed
-        return allowed
+        everything = np.full(-(-self._lm.config.vocab_size // 8), 255, np.uint8)
+        return np.stack([everything if each is None or each.allowed is None else each.allowed for each in requests])
 
     def _widths_of(self, kept: int, tokens: int) -> Widths:
         """Entries of the table of a row of `tokens` tokens with `kept` pages of kept ones."""
