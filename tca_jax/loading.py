@@ -25,7 +25,6 @@ from tca_jax.models.names import MODEL
 from tca_jax.models.params import gguf_path, load_checkpoint, read_quantization
 from tca_jax.models.projections import WEIGHTS
 from tca_jax.models.sharding import axis_size, check_mesh
-from tca_jax.programs import enable_compilation_cache
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no PyTorch
 
@@ -93,7 +92,7 @@ class Checkpoint:
             _require_e4m3(f"{self.name} has weights in fp8, which")
         if mesh is not None:
             check_mesh(mesh, self.config, self.name)
-        enable_compilation_cache()
+        _enable_compilation_cache()
         orders = None
         if mesh is not None and profile is not None:  # read where the profile wants them, no KV head has to be moved
             c = self.config
@@ -199,6 +198,14 @@ def _require_e4m3(given: str) -> None:
     capability = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
     enough = not capability or tuple(map(int, str(capability).split("."))) >= _E4M3_CAPABILITY
     require(enough, f"{given} needs compute capability 8.9, this GPU has {capability}")
+
+
+def _enable_compilation_cache() -> None:
+    """Turns JAX's persistent compilation cache on, unless the user's environment or `jax.config` chose one or none."""
+    options: Any = jax.config  # its attributes are unknown to type checkers
+    if options.jax_compilation_cache_dir is None and options.jax_enable_compilation_cache:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "tca_jax" / "jax"))
 
 
 def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -137,10 +135,3 @@ def shapes_of(arrays: Any) -> Any:
     """Shapes of arrays, without their layouts in memory."""
     like = jax.ShapeDtypeStruct
     return jax.tree.map(lambda x: like(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type), arrays)
-
-
-def enable_compilation_cache() -> None:
-    """Turns JAX's persistent compilation cache on, unless the user's environment or `jax.config` chose one or none."""
-    if _OPTIONS.jax_compilation_cache_dir is None and _OPTIONS.jax_enable_compilation_cache:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(root / "tca_jax" / "jax"))
