@@ -21,7 +21,7 @@ from jaxtyping import Array, Float32, Int
 
 from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.block_mass import sampled_positions
-from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, multiprocessors, shared_memory
+from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, shared_memory
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
@@ -40,13 +40,13 @@ class BlockMassConfig:
     stages: int  # tiles of K in flight in a program
 
 
-def default_config(rows: int, all_rows: int, block_size: int, head_dim: int, dtype: Any) -> BlockMassConfig:
-    """Two programs share a multiprocessor: 128 query rows if that makes three programs for each, 64 otherwise."""
+def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> BlockMassConfig:
+    """About 64 query rows and up to a block of keys, so that two programs share a multiprocessor."""
     most, itemsize = math.gcd(block_size, 128), jnp.dtype(dtype).itemsize
     if itemsize == 4:
         side, warps = full_precision_tile(head_dim)
         return BlockMassConfig(1, min(most, side), warps, stages=1)
-    tiles = max(1, (128 if all_rows >= 3 * 128 * multiprocessors() else 64) // rows)
+    tiles = max(1, 64 // rows)
     held = max(16, pl.next_power_of_2(tiles * rows))
     for keys, stages in ((128, 3), (128, 2), (128, 1), (64, 1), (32, 1), (16, 1)):
         in_flight = stages * block_size if stages > 1 else keys  # Triton's pipeline holds all tiles of a block at once
@@ -77,7 +77,7 @@ def block_mass(
     rows = block_size // stride * group
     given = f"{block_size // stride} queries of a tile times {group} heads"
     require(rows <= _MOST_ROWS, f"block_mass on Triton: {given}: at most {_MOST_ROWS}", Unsupported)
-    config = config or default_config(rows, batch * kv_heads * blocks * rows, block_size, head_dim, k.dtype)
+    config = config or default_config(rows, block_size, head_dim, k.dtype)
     held = max(16, pl.next_power_of_2(config.tiles * rows))
     # Parts of as many programs as may write at once.
     programs = cdiv(blocks, config.tiles)

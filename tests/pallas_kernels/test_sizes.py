@@ -56,7 +56,7 @@ def test_default_tiles_divide_blocks_and_fit(head_dim, dtype):
         assert config.queries & (config.queries - 1) == 0
         assert fits(config.queries + 2 * config.keys)
     for block, rows in itertools.product((16, 48, 128, 256, 1024), (1, 7, 8, 32, 112, 256)):
-        config = block_mass.default_config(rows, 1000 * rows, block, head_dim, dtype)
+        config = block_mass.default_config(rows, block, head_dim, dtype)
         assert block % config.keys == config.keys & (config.keys - 1) == 0
         assert config.keys >= 16
         assert config.tiles >= 1
