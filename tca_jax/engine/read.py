@@ -176,6 +176,8 @@ class Layers:
 
     def read(self, number: int, rows: Any) -> Any:
         """Reads a layer, up to the second half of the last one, into rows."""
+        if number == 1 and self._lm.mesh is not None:  # so that other lengths of the bucket compile nothing
+            self._start_second_halves()
         for start, size in self._chunks if number else ():
             self.x = self._call(after_program, *self._second_half(number - 1, start), size=size)
         given, static = self._first_half(number, rows)
@@ -218,10 +220,13 @@ class Layers:
                 if then is not None:
                     shape = len(self._lengths), self._lm.config.vocab_size
                     then(jax.ShapeDtypeStruct(shape, jnp.float32), rows, self.shares)
-        for size in self._sizes:
-            self._start(after_program, *self._second_half(0, 0), size=size)
+        self._start_second_halves()
         if rows is not None:  # else the caller needs no end
             self._start(end_program, *self._end(self._lengths))
+
+    def _start_second_halves(self) -> None:
+        for size in self._sizes:
+            self._start(after_program, *self._second_half(0, 0), size=size)
 
     def _start(self, program: Program, *args: Any, **static: Any) -> Any:
         """A program for all layers that share it: to look it up takes longer than to call it."""
