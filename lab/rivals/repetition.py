@@ -83,7 +83,7 @@ def repeat(
     more = lm.cache_layout(batch, length, most, following=True).num_pages
     layout = lm.cache_layout(batch, length)
     found = read(lm, tokens, lengths, lengths, layout, calls, more_pages=more, backend=backend)
-    rows = fork(lm, found.rows, 1, lengths + most, length, most, calls, private=True)
+    rows = fork(lm, found.rows, 1, lengths + most, length, most, calls)
     nothing = jnp.where(jnp.arange(length) < sinks, AHEAD, jnp.zeros((count, lm.config.num_kv_heads, length)))
     scores, bare = [nothing] * lm.config.num_layers, lm.without_weights
     sizes = {"sinks": sinks, "chunk": max(1, min(size, length - sinks)), "fed_tokens": most}

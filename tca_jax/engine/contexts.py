@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.engine.cache import require_memory
+from tca_jax.engine.cache import require_memory, spare_pages
 from tca_jax.engine.extend import feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, STATIC, HeadShards, OverMesh, mesh_name, on_host, place
@@ -382,8 +382,14 @@ class Continuation(Prompts):
         lm, context, own = self.lm, self.context, self.own_tokens
         tokens, lengths = pad_tokens(self.ids, lm.pad_token_id, self.columns)
         starts, times = np.asarray(self.starts, np.int32), len(self.ids) // context.batch
-        sizes = self.context_columns, self.columns + own
-        rows = fork(lm, context.rows, times, starts + lengths + own, *sizes, calls, private=False)
+        # Contexts of an octave, their prompts and answers share programs.
+        longest, columns = self.longest, 1 << (self.context_columns - 1).bit_length()
+        of_longest = lm.cache_layout(context.batch // axis_size(lm.mesh, DATA), columns).num_pages
+        held, needed = context.rows.num_pages, self.layouts[0].num_pages
+        most = max(held, of_longest) + longest.layouts[0].num_pages
+        more = needed + spare_pages(held + needed, most, lm.page_bytes)
+        sizes = columns, longest.columns + longest.own_tokens
+        rows = fork(lm, context.rows, times, starts + lengths + own, *sizes, calls, more_pages=more)
         rows, logits, _ = feed(lm, rows, tokens, starts, lengths, calls, backend=backend)
         return ReadRows(logits, rows, jnp.broadcast_to(context.attended_share, len(starts)))
 

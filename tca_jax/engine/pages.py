@@ -373,7 +373,7 @@ class Rows(PerDevice):
             return jnp.where(table < old, table, pages)
 
         scored = None if self.scored is None else self.scored._replace(pages=named(self.scored.pages))
-        free = FreePages(jnp.arange(old, pages, dtype=jnp.int32), jnp.int32(0))
+        free = FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(old))
         changed: dict[str, Any] = {"k": wider(self.k), "v": wider(self.v), "pages": named(self.pages)}
         return dataclasses.replace(self, **changed, free=free, scored=scored)
 

@@ -128,8 +128,8 @@ class Prompts:
         if self.times == 1:
             return found
         sizes = (held + self.columns, self.fed_tokens) if held else (self.longest.columns, self.longest.fed_tokens)
-        most = self.row_lengths + self.fed_tokens
-        return found._replace(rows=fork(self.lm, found.rows, self.times, most, *sizes, calls, private=not held))
+        most, more = self.row_lengths + self.fed_tokens, self.layouts[1].num_pages if held else 0
+        return found._replace(rows=fork(self.lm, found.rows, self.times, most, *sizes, calls, more_pages=more))
 
     def read_once(self, calls: Calls, backend: Backend, then: Then | None) -> ReadRows:
         """Reads each prompt into a row, in a pool with room for those that will continue it."""

@@ -461,15 +461,14 @@ def fork(
     fed_tokens: int,  # most tokens that follow; static
     calls: Calls,
     *,
-    private: bool,  # whether the pool has room for it, and `rows` is not used afterwards
+    more_pages: int = 0,  # of a copy of the pool; 0 where it has room, and `rows` is not used afterwards
 ) -> Rows:
     """Forks of rows, side by side; they share pages that they do not write to."""
     of_device = rows_of_device(lm, len(most), "rows")
     sizes = of_device, prompt_tokens, fed_tokens
-    pages = 0 if private else lm.cache_layout(*sizes, following=True).num_pages
-    static: dict[str, Any] = {"more_pages": pages, "widths": lm.cache_layout(*sizes).widths}
+    static: dict[str, Any] = {"more_pages": more_pages, "widths": lm.cache_layout(*sizes).widths}
     source = np.tile(np.repeat(np.arange(of_device // times, dtype=np.int32), times), len(most) // of_device)
-    program = _fork_in_place_program if private else _fork_program
+    program = _fork_program if more_pages else _fork_in_place_program
     pool, table = dataclasses.replace(rows, **NO_TABLE), dataclasses.replace(rows, **NO_POOL)
     return calls(program, lm.without_weights, pool, table, source, most, **static)
 

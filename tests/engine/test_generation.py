@@ -66,14 +66,11 @@ def test_numbers_of_one_bucket_compile_once(lm):
         tokens = np.ones((1, bucket_length(n)), np.int32)
         tca_jax.generate_tokens(model, tokens, np.array([n], np.int32), jax.random.key(0), max_new_tokens=3)
     assert traced._generate_tokens._cache_size() == before + 1
-    most = bucket_length(250)
-    options = {"temperature": 0.5, "stop_token_ids": ()}
-    stats = tca_jax.generate(model, random_prompt(0, 257), max_new_tokens=most, **options).stats
-    assert stats.compile_seconds > 0.0
-    for n, new_tokens, temperature in ((260, most - 7, 0.9), (276, most, 1.5)):
-        other, options = dataclasses.replace(model, name="other"), options | {"temperature": temperature}
-        stats = tca_jax.generate(other, random_prompt(n, n), max_new_tokens=new_tokens, seed=n, **options).stats
-        assert stats.compile_seconds == 0.0
+    options = {"temperature": 0.5, "stop_token_ids": (), "max_new_tokens": 250}
+    assert tca_jax.generate(model, random_prompt(0, 257), **options).stats.compile_seconds > 0
+    options |= {"temperature": 1.5, "max_new_tokens": 9, "seed": 7}
+    other = dataclasses.replace(model, name="other")
+    assert tca_jax.generate(other, random_prompt(0, 276), **options).stats.compile_seconds == 0
 
 
 def test_a_stop_token_ends_its_row_alone(lm):

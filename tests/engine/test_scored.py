@@ -55,9 +55,11 @@ def test_lengths_of_an_octave_share_decoding(profile, kept, monkeypatch):
     names, own = list[str](), Program._lower
     monkeypatch.setattr(Program, "_lower", lambda self, *args: names.append(self.function.__name__) or own(self, *args))
     for n in (600, 1_000):
+        names.clear()
         tca_jax.generate(lm, random_prompt(n, n), **OPTIONS | {"logprobs": 3})
-    assert names.count("decode") == 1
-    assert {name for name in names if names.count(name) > 1} <= {"_begin", "_attend_layer", "_after_attention", "_end"}
+        context, options = tca_jax.prefill(lm, random_prompt(n, n)), OPTIONS | {"logprobs": 3, "max_new_tokens": n // 4}
+        tca_jax.generate(lm, random_prompt(0, n // 10), context=context, **options)
+    assert set(names) <= {"_begin", "_attend_layer", "_after_attention", "_end", "_fork", "<lambda>"}
 
 
 def test_other_profiles_contexts_are_refused(profile):
