@@ -32,8 +32,7 @@ from tca_jax.persistence import save
 FORMAT_VERSION = 5
 MASS = 0.1  # least mass of a block that a tile reads
 _KEPT, _SELECTED = (0.1, 0.15, 0.2, 0.25, 0.33, 0.5), (0.05, 0.1, 0.2)
-COUNT, TOKENS = 8, 8_192  # texts, and tokens of each
-_LEAST_TOKENS = 4 * BLOCK
+COUNT, TOKENS, _LEAST_TOKENS = 8, 8_192, 4 * BLOCK  # texts, and tokens of each
 LEAST_KNOWN = 0.97  # of the facts known under full attention, and ...
 MOST_FOLLOWING = 0.01  # ... the loss of the following text above full attention's, that the default share holds
 _FEWEST = math.ceil((2 * LEAST_KNOWN - 1) / (1 - LEAST_KNOWN))  # known facts that can show that share by `holds`: 32
@@ -216,7 +215,8 @@ def chosen_kept(table: Sequence[Mapping[str, float]]) -> float:
 
 def chosen_selected(table: Sequence[Mapping[str, float]]) -> float:
     """The smallest selected share under which copies and facts inside a text stay near full attention's loss."""
-    return _least("selected", table, lambda row: max([0.0, *_known(row, "copy", "fact")]) <= MOST_NATS)
+    sparse = [row for row in table if row["attended"] < 0.999]  # a text that is read in full shows nothing
+    return _least("selected", sparse or table[-1:], lambda row: max([0.0, *_known(row, "copy", "fact")]) <= MOST_NATS)
 
 
 def _least(name: str, table: Sequence[Mapping[str, float]], fits: Callable[[Mapping[str, float]], bool]) -> float:

@@ -41,6 +41,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _hook = jaxtyping.install_import_hook("tca_jax", "typecheck.check")
 _hook.__enter__()
 
+from tca_jax.methods import worth  # noqa: E402
+
+worth.IN_FULL = 0  # prompts of tests are short, and are to be read as long ones are
+
 #: Files that take a minute or more. They start first: a long file that starts last leaves the other processes idle.
 FIRST = (
     "test_docs.py",

@@ -24,6 +24,7 @@ BLOCK = 128
 WINDOW = 256
 RESERVE = WINDOW // 2  # tokens of each head for a question in the prompt
 OBSERVED, SPREAD = 64, 16  # last queries that choose them, and tokens that a chosen one's score reaches
+IN_FULL = 4096  # tokens up to which prompts are read in full: sparse reading would launch more than it saves
 _STRIDE = 32  # every which query of a tile estimates the mass of blocks
 
 
@@ -117,7 +118,7 @@ class WorthPrefill(PrefillPolicy):
     def attend_scored(
         self, settings: WorthSettings, q: Array, k: Array, v: Array, scores: Array, lengths: Array, backend: Backend
     ) -> Attended:
-        if not num_ranked_blocks(k.shape[1], BLOCK, WINDOW):
+        if k.shape[1] <= IN_FULL or not num_ranked_blocks(k.shape[1], BLOCK, WINDOW):
             return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
         sizes: dict[str, Any] = {"block_size": BLOCK, "window": WINDOW, "stride": _STRIDE}
         return Attended(*attend_by_worth(q, k, v, scores, lengths, settings.read, **sizes, backend=backend))

@@ -33,6 +33,7 @@ def test_calibrate_fits_and_measures(lm):
     assert [row["selected"] for row in profile.reading_table] == [0.05, 0.1, 0.2]
     assert profile.kept == chosen_kept(profile.kept_table)
     assert profile.selected == chosen_selected(profile.reading_table)
+    assert chosen_selected([row | {"attended": 1.0} for row in profile.reading_table]) == 0.2  # shows nothing
     assert all(row["known"] == 0 and math.isnan(row["facts"]) for row in profile.kept_table)
     attended = [row["attended"] for row in profile.reading_table]
     assert all(0 < share <= 1 for share in attended)

@@ -9,6 +9,7 @@ from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
 from tca_jax.calibration.worth_profile import WorthProfile
 from tca_jax.engine.score import score_answers
 from tca_jax.lab.plots import kept_tokens
+from tca_jax.methods import worth
 from tca_jax.methods.worth import BLOCK, RESERVE
 from tca_jax.programs import Program
 
@@ -32,6 +33,14 @@ def test_everything_kept_is_full_attention(profile):
     assert out.tokens == expected.tokens
     np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-4)
     assert (out.stats.kept_share, out.stats.raised_layers) == (1.0, 0)
+
+
+def test_short_prompts_are_read_in_full(profile, monkeypatch):
+    monkeypatch.setattr(worth, "IN_FULL", 1_792)
+    lm = tiny_lm().with_profile(profile.with_kept(0.05, 0.05))
+    short, longer = (tca_jax.prefill(lm, random_prompt(n, n)).stats for n in (1_700, 1_900))
+    assert (short.attended_share, longer.attended_share < 1) == (pytest.approx(1), True)
+    assert short.kept_share < 1
 
 
 def test_fed_tokens_are_those_of_decoding(profile, tmp_path):
