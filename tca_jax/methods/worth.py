@@ -25,7 +25,7 @@ WINDOW = 256
 RESERVE = WINDOW // 2  # tokens of each head for a question in the prompt
 OBSERVED, SPREAD = 64, 16  # last queries that choose them, and tokens that a chosen one's score reaches
 IN_FULL = 4096  # tokens up to which prompts are read in full: sparse reading would launch more than it saves
-_STRIDE = 32  # every which query of a tile estimates the mass of blocks
+_STRIDE = 16  # every which query of a tile estimates the mass of blocks
 
 
 class ReadSettings(NamedTuple):
