@@ -59,11 +59,13 @@ def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], *inputs: Arr
             results = jax.tree.map(put, results, chunk)
         return results
 
-    # The first token's results are dead code: `full_like` needs only their types. Under `jax.shard_map` these say
-    # over which mesh axes the results vary, and a loop must start from values of the types that it ends with.
-    results: Any = flat_inputs[0]
-    if not in_place:
-        results = jax.tree.map(lambda x: jax.lax.full_like(x, 0, shape=(tokens, *x.shape[1:])), of_chunk(0, 1))
+    def unwritten(x: Array) -> Array:
+        """Memory for all tokens' results like x: under `jax.shard_map` a loop's state varies over its mesh axes."""
+        axes = jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(jax.lax.empty((tokens, *x.shape[1:]), x.dtype), tuple(axes), to="varying")
+
+    # The first token's results are dead code: only their types count.
+    results: Any = flat_inputs[0] if in_place else jax.tree.map(unwritten, of_chunk(0, 1))
     steps = tokens // step
     results = jax.lax.fori_loop(0, steps, lambda i, results: write(i * step, sizes, results), results)
     if rest := tokens - steps * step:
