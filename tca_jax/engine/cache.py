@@ -78,7 +78,8 @@ class CacheLayout:
         means = mean_pages(policy, prompt_tokens + columns * b)
         region = math.lcm(REGION_ALIGNMENT, b)  # a selection comes in such pieces
         pages = in_pages(kept, region)
-        budgets = policy.shared_capacities(prompt_tokens, num_layers, num_kv_heads) or ()
+        parts = shards.devices if shards is not None and policy.by_scores else 1  # each device chooses for itself
+        budgets = policy.shared_capacities(prompt_tokens, num_layers, num_kv_heads // parts) or ()
         shared, together = [], num_layers // max(1, len(budgets))  # layers that share a budget
         for pool, most in enumerate(budgets):  # each head rounds up what it keeps of the prompt
             of_head = int(np.max(behind[pool * together : (pool + 1) * together]))

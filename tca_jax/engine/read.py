@@ -402,9 +402,8 @@ def _attend_scored(
         if kept_so_far is not None:  # begun pages come besides
             ranked, reserves = jnp.maximum(edge[:, 0, 0], 0), policy.reserve * heads * len(kept_so_far)
             own = jnp.minimum(ranked, policy.reserve) * heads  # the reserve of a layer
-            of_row = reserves + (room - reserves) * (
-                ranked / (policy.num_ranked_blocks(length) * b)
-            )  # less for padding
+            share = ranked / (policy.num_ranked_blocks(length) * b)  # of the padded prompt's
+            of_row = reserves + (room - reserves) * share
             left = of_row - kept_so_far.sum(axis=(0, 2)) - own * (len(kept_so_far) - layer)
             part = jnp.maximum(left * settings.left, 0).astype(jnp.int32) + own
             stays, raised = _highest(stays, ranks, part)

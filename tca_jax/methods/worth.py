@@ -152,7 +152,7 @@ def attend_by_worth(
 
     before = block < jnp.maximum(block[:, None] - window // block_size, 0)  # [tile, block]
     mass = block_mass(q, k, lengths, block_size=block_size, stride=stride, largest=True, backend=backend)
-    read = before & (mass >= settings.mass)
+    read = before & ((mass >= settings.mass) | (lengths <= IN_FULL)[:, None, None, None])
     ends = jnp.cumsum(read, axis=-1, dtype=jnp.int32)
     first, slots = jnp.broadcast_to(block * block_size, read.shape), jnp.where(read, ends - 1, blocks)
     listed = jnp.put_along_axis(jnp.zeros_like(ends), slots, first, axis=-1, mode="drop", inplace=False)

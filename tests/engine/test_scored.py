@@ -1,5 +1,6 @@
 """Predicted worth in the engine: everything kept is full attention, feeding equals decoding, full rows keep less."""
 
+import jax
 import numpy as np
 import pytest
 from tiny import random_prompt, tiny_lm
@@ -37,10 +38,12 @@ def test_everything_kept_is_full_attention(profile):
 
 def test_short_prompts_are_read_in_full(profile, monkeypatch):
     monkeypatch.setattr(worth, "IN_FULL", 1_792)
-    lm = tiny_lm().with_profile(profile.with_kept(0.05, 0.05))
-    short, longer = (tca_jax.prefill(lm, random_prompt(n, n)).stats for n in (1_700, 1_900))
-    assert (short.attended_share, longer.attended_share < 1) == (pytest.approx(1), True)
-    assert short.kept_share < 1
+    lm, prompts = tiny_lm().with_profile(profile.with_kept(0.05, 0.05)), [random_prompt(n, n) for n in (1_700, 1_900)]
+    both = tca_jax.prefill(lm, prompts)
+    for share, prompt in zip(both.attended_share, prompts, strict=True):  # whatever the padding
+        assert share == pytest.approx(tca_jax.prefill(lm, prompt).stats.attended_share)
+    assert (both.attended_share[0], both.attended_share[1] < 1) == (pytest.approx(1), True)
+    assert both.stats.kept_share < 1
 
 
 def test_fed_tokens_are_those_of_decoding(profile, tmp_path):
@@ -88,7 +91,11 @@ def test_each_head_keeps_a_reserve(profile):
 
 def test_full_rows_keep_a_share_of_their_tokens(profile):
     low = WorthMaps(**{**vars(profile.maps), "thresholds": np.full_like(profile.maps.thresholds, -1e9)})
-    lm = tiny_lm().with_profile(WorthProfile(low, 0.2, 1.0, (), (), None, "tiny"))
+    small = WorthProfile(low, 0.2, 1.0, (), (), None, "tiny")
+    lm = tiny_lm().with_profile(small)
+    on_two = tca_jax.LM.from_decoder(tiny_lm().decoder, mesh=jax.make_mesh((1, 2), ("data", "model")))
+    pages = [each.cache_layout(1, 4_096).num_pages for each in (lm, on_two.with_profile(small))]
+    assert pages[0] == pytest.approx(2 * pages[1], rel=0.05)
     prompts = [random_prompt(3, 2_600), random_prompt(4, 3_600)]
     out = tca_jax.generate(lm, prompts[0], max_new_tokens=1)
     assert out.stats.raised_layers > 0
