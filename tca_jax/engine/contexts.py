@@ -228,7 +228,13 @@ class Context:
     def continued_by(self, lm: LM, prompts: Any) -> Continuation:
         """Prompts for a model that are appended to it, as `generate` takes them."""
         own, b = self.on(lm), self.rows.page_size
-        ids = encode_appended(lm, prompts, own.batch, own.token_ids)
+        batch, rows = [prompts] if is_single(prompts) else list(prompts), own.batch
+        fits = batch and rows in (1, len(batch))
+        require(fits, f"prompts has {len(batch)} entries: must have {rows}, one for each row of the context")
+        ids = [
+            encode_appended(lm, prompt, functools.partial(own.token_ids, i % rows), f"prompts[{i}]")
+            for i, prompt in enumerate(batch)
+        ]
         starts = np.broadcast_to(np.asarray(own.lengths), len(ids)).tolist()
         columns = num_columns(max(start % b + len(new) for start, new in zip(starts, ids, strict=True)), b)
         return Continuation(lm, ids, starts, columns, own.tokens.shape[1], context=own)
@@ -332,17 +338,8 @@ def _compacted(lm: LM, rows: Rows, calls: Calls) -> Rows:
     return rows if pages >= rows.num_pages else calls(_compact_program, lm, rows, pages=pages)
 
 
-def encode_appended(
-    lm: Encoder, prompts: Any, rows: int, held: Callable[[int], list[int]], argument: str = "prompts"
-) -> list[list[int]]:
-    """Token ids that prompts append to a context of one row or one for each; `held` gives a row's. Errors name them."""
-    batch = [prompts] if is_single(prompts, argument) else list(prompts)
-    fits = batch and rows in (1, len(batch))
-    require(fits, f"{argument} has {len(batch)} entries: must have {rows}, one for each row of the context")
-    return [_encode_appended(lm, p, functools.partial(held, i % rows), f"{argument}[{i}]") for i, p in enumerate(batch)]
-
-
-def _encode_appended(lm: Encoder, prompt: Any, held: Callable[[], list[int]], argument: str) -> list[int]:
+def encode_appended(lm: Encoder, prompt: Any, held: Callable[[], list[int]], argument: str = "prompt") -> list[int]:
+    """Token ids that a prompt appends to a context; `held` gives the context's. Errors name `argument`."""
     if isinstance(prompt, str | bytes) and len(prompt):
         return encode_continuation(lm, prompt, held(), argument)
     if not is_chat(prompt):

@@ -163,7 +163,8 @@ def stream(
         ValueError: as for `generate`; also a model without a tokenizer. Raised by the call, not by the first piece.
         TypeError: as for `generate`.
     """
-    decode_continuation(lm, [])  # no tokenizer: an error before anything is compiled
+    require_lm(lm)
+    require_tokenizer("stream", lm.name, lm.tokenizer, "use generate")
     answers = Answers.create(lm, prompts, context, GenerationConfig.of(config, options), backend)
     return _pieces(answers, single=is_single(prompts) and len(answers.prompts.row_lengths) == 1)
 

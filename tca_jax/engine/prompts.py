@@ -22,7 +22,7 @@ _CHECKED = 8  # of these, the last ones must come out as they were
 def bucket_length(length: int, smallest: int = _SMALLEST) -> int:
     """Smallest bucket that holds `length` tokens, at least 1: a multiple of `smallest`, a power of two.
 
-    Four buckets an octave: a service that sees every length up to a million compiles for about fifty.
+    Four buckets an octave: a service that sees every length up to a million compiles for about sixty.
     """
     step = max(smallest, 1 << max(0, length.bit_length() - 3))
     return round_up(length, step)

@@ -277,7 +277,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _appended(self, document: Document, more: Prompt, argument: str, new_tokens: int) -> list[int]:
         """Token ids after a document, with room for new tokens."""
-        (ids,) = encode_appended(self.lm, [more], 1, lambda row: document.tokens, argument)
+        ids = encode_appended(self.lm, more, lambda: document.tokens, argument)
         require_positions(argument, len(ids), new_tokens, self.lm, context_tokens=len(document.tokens))
         return ids
 

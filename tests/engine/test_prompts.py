@@ -102,7 +102,7 @@ def test_padding_is_on_the_right():
 def test_a_continuation_is_tokenized_as_in_one_text(name, text, request):
     lm = request.getfixturevalue(name)
     held = encode_prompt(lm, "The sky is blue. The special magic number")
-    appended = encode_appended(lm, text, 1, lambda row: held)[0]
+    appended = encode_appended(lm, text, lambda: held)
     assert held + appended == encode_prompt(lm, "The sky is blue. The special magic number" + text)
     assert decode_continuation(lm, appended, special=True) == text
 
@@ -125,13 +125,12 @@ def test_texts_of_tokens_keep_their_spaces(pieces):
 
 def test_a_chat_continues_a_context_by_its_text(bytes_):
     """A token of the whole chat spans the end of the context."""
-    turn = [{"role": "user", "content": "The sky"}]
     rendered = render_chat(bytes_, [{"role": "user", "content": "The grass is"}], "chat")
     held = encode_verbatim(bytes_, rendered[: rendered.index("ss is")])
-    (appended,) = encode_appended(bytes_, [[{"role": "user", "content": "The grass is"}]], 1, lambda row: held)
+    appended = encode_appended(bytes_, [{"role": "user", "content": "The grass is"}], lambda: held)
     assert bytes_.tokenizer.decode(held + appended) == rendered
-    with pytest.raises(ValueError, match=r"prompts\[0\] is a chat that does not continue the context"):
-        encode_appended(bytes_, [turn], 1, lambda row: held)
+    with pytest.raises(ValueError, match="prompt is a chat that does not continue the context"):
+        encode_appended(bytes_, [{"role": "user", "content": "The sky"}], lambda: held)
 
 
 @pytest.mark.parametrize("name", ["bytes_", "pieces"])
