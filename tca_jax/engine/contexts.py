@@ -382,9 +382,8 @@ class Continuation(Prompts):
         # Contexts of an octave, their prompts and answers share programs.
         longest, columns = self.longest, 1 << (self.context_columns - 1).bit_length()
         of_longest = lm.cache_layout(context.batch // axis_size(lm.mesh, DATA), columns).num_pages
-        held, needed = context.rows.num_pages, self.layouts[0].num_pages
-        most = max(held, of_longest) + longest.layouts[0].num_pages
-        more = needed + spare_pages(held + needed, most, lm.page_bytes)
+        held, needed = context.rows.num_pages, self.num_pages
+        more = needed + spare_pages(held + needed, max(held, of_longest) + longest.num_pages, lm.page_bytes)
         sizes = columns, longest.columns + longest.own_tokens
         rows = fork(lm, context.rows, times, starts + lengths + own, *sizes, calls, more_pages=more)
         rows, logits, _ = feed(lm, rows, tokens, starts, lengths, calls, backend=backend)

@@ -96,6 +96,11 @@ class Prompts:
         return [first, layout(rows * self.times, held + columns, self.fed_tokens, following=True)]
 
     @property
+    def num_pages(self) -> int:
+        """Pages of all these rows, on each device."""
+        return sum(layout.num_pages for layout in self.layouts)
+
+    @property
     def room(self) -> int:
         """Room for the tokens of an answer, which shorter answers share."""
         return shared_size(max(_LEAST_ROOM, self.fed_tokens + 1))
@@ -108,7 +113,7 @@ class Prompts:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of all pages that rows may use, on each device."""
-        return self.lm.page_bytes * sum(layout.num_pages for layout in self.layouts)
+        return self.lm.page_bytes * self.num_pages
 
     @property
     def full_bytes(self) -> int:
@@ -124,18 +129,16 @@ class Prompts:
 
     def read(self, calls: Calls, backend: Backend, then: Then | None = None) -> ReadRows:
         """Reads the prompts into rows, `row_lengths` long; `then` as for `engine.read.read`."""
-        found, held = self.read_once(calls, backend, then), self.context_columns
+        found, longest = self.read_once(calls, backend, then), self.longest
         if self.times == 1:
             return found
-        sizes = (held + self.columns, self.fed_tokens) if held else (self.longest.columns, self.longest.fed_tokens)
-        most, more = self.row_lengths + self.fed_tokens, self.layouts[1].num_pages if held else 0
-        return found._replace(rows=fork(self.lm, found.rows, self.times, most, *sizes, calls, more_pages=more))
+        sizes = self.row_lengths + self.fed_tokens, self.context_columns + longest.columns, longest.fed_tokens
+        return found._replace(rows=fork(self.lm, found.rows, self.times, *sizes, calls))
 
     def read_once(self, calls: Calls, backend: Backend, then: Then | None) -> ReadRows:
         """Reads each prompt into a row, in a pool with room for those that will continue it."""
         tokens, lengths = pad_tokens(self.ids, self.lm.pad_token_id, self.columns)  # of NumPy: dispatches nothing
-        pages, shared = (sum(layout.num_pages for layout in each.layouts) for each in (self, self.longest))
-        more = sum(each.num_pages for each in self.layouts[1:]) + spare_pages(pages, shared, self.lm.page_bytes)
-        widths = self.longest.layouts[0].widths
-        options: dict[str, Any] = {"more_pages": more, "widths": widths, "backend": backend, "then": then}
-        return read(self.lm, tokens, lengths, lengths + self.own_tokens, self.layouts[0], calls, **options)
+        layout, longest = self.layouts[0], self.longest
+        more = self.num_pages - layout.num_pages + spare_pages(self.num_pages, longest.num_pages, self.lm.page_bytes)
+        options: dict[str, Any] = {"more_pages": more, "widths": longest.layouts[0].widths, "backend": backend}
+        return read(self.lm, tokens, lengths, lengths + self.own_tokens, layout, calls, then=then, **options)
