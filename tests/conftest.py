@@ -43,7 +43,7 @@ _hook.__enter__()
 
 from tca_jax.methods import worth  # noqa: E402
 
-worth.IN_FULL = 0  # prompts of tests are short, and are to be read as long ones are
+worth.IN_FULL = worth.WINDOW + worth.BLOCK - 1  # prompts of tests are short; these alone have no ranked block
 
 #: Files that take a minute or more. They start first: a long file that starts last leaves the other processes idle.
 FIRST = (

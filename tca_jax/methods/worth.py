@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.methods.base import Attended, BlockMeans, CachePolicy, Heads, Method, PrefillPolicy, num_ranked_blocks
+from tca_jax.methods.base import Attended, BlockMeans, CachePolicy, Heads, Method, PrefillPolicy
 from tca_jax.methods.regions import Regions, Selection, causal_pairs, selected_pairs, sum_of_counts
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
@@ -118,7 +118,7 @@ class WorthPrefill(PrefillPolicy):
     def attend_scored(
         self, settings: WorthSettings, q: Array, k: Array, v: Array, scores: Array, lengths: Array, backend: Backend
     ) -> Attended:
-        if k.shape[1] <= IN_FULL or not num_ranked_blocks(k.shape[1], BLOCK, WINDOW):
+        if k.shape[1] <= IN_FULL:
             return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
         sizes: dict[str, Any] = {"block_size": BLOCK, "window": WINDOW, "stride": _STRIDE}
         return Attended(*attend_by_worth(q, k, v, scores, lengths, settings.read, **sizes, backend=backend))
