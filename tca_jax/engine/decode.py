@@ -93,7 +93,6 @@ class Steps:
         lm, leaving = self.lm, self.leaving(state)
         if not lm.method.cache.by_scores:
             return self.take(state, None, leaving)
-
         rows = evict_scored_block(lm, None, state.cache, state.cache.start, leaving)
         start = rows.start + jnp.where(leaving, rows.page_size, 0)
         return dataclasses.replace(state, cache=dataclasses.replace(rows, start=start))

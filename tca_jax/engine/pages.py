@@ -319,7 +319,8 @@ class Rows(PerDevice):
             place = kept[..., None] + jnp.cumsum(stays, axis=-1) - 1  # among the kept tokens
             target = _take(kept_pages, jnp.clip(place // b, 0, columns - 1), axis=-1)
             target = jnp.where(stays & (place < room[..., None]), target, none)
-            pools = jax.tree.map(lambda x, new: x.at[target, place % b].set(new, mode="drop"), pools, blocks)
+            target, slots = jax.lax.optimization_barrier((target, place % b))  # else summed again for every number
+            pools = jax.tree.map(lambda x, new: x.at[target, slots].set(new, mode="drop"), pools, blocks)
             kept = jnp.minimum(kept + counts, jnp.maximum(room, kept))
         scored = self.scored
         if scored is not None:

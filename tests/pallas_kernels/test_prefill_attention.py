@@ -43,20 +43,28 @@ def _operands(backend, lengths, length, heads, kv_heads, head_dim, block, window
     return q, k, v, Pool(*pools, *table), jnp.asarray(budgets), jnp.asarray(lengths, jnp.int32)
 
 
-def _expected(q, k, v, pool, budgets, lengths, *, block_size, window):
-    q, k, v, pool_k, pool_v = (np.asarray(x, np.float64) for x in (q, k, v, pool.k, pool.v))
+def _expected(q, k, v, pool, budgets, lengths, far=None, *, block_size, window):
+    q, k, v, *pools = (np.asarray(x, np.float64) for x in (q, k, v, pool.k, pool.v))
     out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
     for row, n in enumerate(lengths.tolist()):
         for block, head in np.ndindex(-(-n // block_size), q.shape[2]):
             begin, end, kv = block * block_size, min((block + 1) * block_size, n), head // group
-            first = max(0, begin - window)
+            first, bias = max(0, begin - window), np.zeros(0)
             offset, prefix = int(pool.offsets[row, kv]), int(budgets[row, kv, : first // block_size].sum())
-            keys, values = (
-                np.concatenate([pooled[offset : offset + prefix], x[row, first:end, kv]])
-                for pooled, x in ((pool_k, k), (pool_v, v))
-            )
-            seen = np.arange(-prefix, end - first) + first <= np.arange(begin, end)[:, None]
+            parts = [[x[row, first:end, kv] for x in (k, v)], [x[offset : offset + prefix] for x in pools]]
+            if far is not None:
+                place = row, kv, block
+                blocks = np.asarray(far.blocks)[place][: int(far.counts[place])]
+                tokens = [t for b in blocks for t in range(b, b + block_size) if not far.selected[row, kv, t]]
+                bias = np.asarray(far.mean_bias, np.float64)[place][: int(far.mean_counts[place])]
+                means = np.flatnonzero(bias > -np.inf)
+                bias, of_blocks = bias[means], (np.asarray(x, np.float64) for x in (far.mean_k, far.mean_v))
+                parts += [[x[row, tokens, kv] for x in (k, v)], [x[row, means, kv] for x in of_blocks]]
+            keys, values = map(np.concatenate, zip(*parts, strict=True))
             logits = q[row, begin:end, head] @ keys.T / np.sqrt(q.shape[-1])
+            logits[:, len(keys) - len(bias) :] += bias
+            seen = np.arange(len(keys)) + first <= np.arange(begin, end)[:, None]
+            seen[:, end - first :] = True
             out[row, begin:end, head] = oracle.softmax(np.where(seen, logits, -np.inf)) @ values
     return out
 
@@ -139,36 +147,6 @@ def _far(operands, block_size, window, shift):
     return far._replace(mean_k=far.mean_k.astype(k.dtype), mean_v=far.mean_v.astype(k.dtype))
 
 
-def _expected_far(q, k, v, pool, budgets, lengths, far, *, block_size, window):
-    q, k, v, pool_k, pool_v, mean_k, mean_v = (
-        np.asarray(x, np.float64) for x in (q, k, v, pool.k, pool.v, far.mean_k, far.mean_v)
-    )
-    out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
-    for row, n in enumerate(lengths.tolist()):
-        for block, head in np.ndindex(-(-n // block_size), q.shape[2]):
-            begin, end, kv = block * block_size, min((block + 1) * block_size, n), head // group
-            first, place = max(0, begin - window), (row, kv, block)
-            prefix = int(budgets[row, kv, : first // block_size].sum())
-            offset = int(pool.offsets[row, kv])
-            chosen = np.asarray(far.blocks)[place][: int(far.counts[place])]
-            tokens = [t for b in chosen for t in range(b, b + block_size)]
-            tokens = [t for t in tokens if not far.selected[row, kv, t]]
-            bias = np.asarray(far.mean_bias, np.float64)[place][: int(far.mean_counts[place])]
-            means = np.flatnonzero(bias > -np.inf)
-            keys, values = (
-                np.concatenate(
-                    [x[row, first:end, kv], pooled[offset : offset + prefix], x[row, tokens, kv], mean[row, means, kv]]
-                )
-                for x, pooled, mean in ((k, pool_k, mean_k), (v, pool_v, mean_v))
-            )
-            logits = q[row, begin:end, head] @ keys.T / np.sqrt(q.shape[-1])
-            logits[:, len(logits.T) - len(means) :] += bias[means]
-            seen = np.arange(len(keys)) + first <= np.arange(begin, end)[:, None]
-            seen[:, end - first :] = True
-            out[row, begin:end, head] = oracle.softmax(np.where(seen, logits, -np.inf)) @ values
-    return out
-
-
 @on_every_backend("prefill_attention")
 @pytest.mark.parametrize(
     "sizes",
@@ -198,4 +176,4 @@ def test_far_blocks_equal_the_oracle(sizes, backend):
         out = implementation("prefill_attention", backend)(*operands, far=far, **options)
     except NotImplementedError as error:
         pytest.skip(str(error))
-    check_output(out, _expected_far(*operands, far, **options), lengths)
+    check_output(out, _expected(*operands, far, **options), lengths)
