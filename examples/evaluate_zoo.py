@@ -44,7 +44,6 @@ _TABLES = {
     "Right answers, mean over tasks; the worst task's difference from full attention in points": (
         "kept|KV bytes|prefix|preamble|late|worst task"
     ),
-    "Warnings of calibration": "warning",
 }
 _PAGE = """# The zoo
 
@@ -132,7 +131,7 @@ def evaluate(folder: Path, out: Path, lengths: Sequence[int], sizes: dict[str, i
 
 def page(models: dict[str, dict[str, Any]]) -> str:
     """The page of all models."""
-    rows: tuple[list[list[str]], ...] = ([], [], [])
+    rows: tuple[list[list[str]], ...] = ([], [])
     lengths = ((name, f"{int(n):,}", each) for name in models for n, each in models[name]["lengths"].items())
     for name, tokens, each in lengths:
         for label, one in ((label, each[label]) for label in _LABELS if label in each):
@@ -147,7 +146,6 @@ def page(models: dict[str, dict[str, Any]]) -> str:
             least, task = min((right[p][t] - exact["right"][p][t], f"{p} {t}") for p in right for t in right[p])
             worst = "" if is_full else f"{100 * least:+.0f} ({task})"
             rows[1].append([*named, kept, f"{one['kv_share']:.1%}", *means, worst])
-            rows[2].extend([*named, text] for text in one.get("warnings", ()))
     lines = _PAGE.format(following=FOLLOWING, **next(iter(models.values()))).splitlines()
     for (title, columns), body in zip(_TABLES.items(), rows, strict=True):
         names = f"model|tokens|method|{columns}".split("|")

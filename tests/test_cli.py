@@ -24,7 +24,7 @@ from tca_jax.loading import SHIPPED, shipped_profile
 
 pytestmark = pytest.mark.usefixtures("in_work")
 SMALL = ["--window=16", "--block-size=8"]
-quiet = pytest.mark.filterwarnings("ignore:'model' knows none", "ignore:not even the largest")
+quiet = pytest.mark.filterwarnings("ignore:not even the largest")
 
 
 @pytest.fixture(scope="module")
