@@ -50,7 +50,7 @@ def load(kind: str, directory: Any) -> tuple[Path, Any, dict[str, np.ndarray]]:
     require(folder.is_dir(), f"{folder} is a file, not a {kind} directory")
     import orbax.checkpoint as ocp
 
-    items = ocp.args.Composite(arrays=ocp.args.StandardRestore(), metadata=ocp.args.JsonRestore())
+    items = ocp.args.Composite(arrays=ocp.args.PyTreeRestore(), metadata=ocp.args.JsonRestore())
     try:
         with _silent(), _manager(kind, folder, read_only=True) as manager:
             while (newest := manager.latest_step()) != step:  # a save may remove what is being read
