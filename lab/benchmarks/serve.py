@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import dataclasses
+import gc
 import itertools
 import os
 import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +53,7 @@ NOTE = (
 SOAK_NOTE = (
     "{documents} documents of {tokens:,} tokens in float32, few of which fit memory, {rows} rows, seed {seed}. Clients "
     "send requests one after the other; answers are compared with those of `generate`, of a cancelled one the tokens "
-    "so far. `grown MB`: growth of the process in the second half of the time. {shares}"
+    "so far. `process MB`: the process at the end, without documents; `grown MB`: its growth since half time. {shares}"
 )
 
 
@@ -207,34 +208,39 @@ class Soak:
 
     def run(self, seconds: float) -> tuple[common.Row, list[str]]:
         """Figures of a load that lasts `seconds`, and its problems."""
-        stopping, problems, clients = threading.Event(), list[str](), self.load.rows + 2
-        with Engine(self.lm, **self.options) as engine, ThreadPoolExecutor(clients) as pool:
+        with Engine(self.lm, **self.options) as engine:
             for request in self.requests:  # compile
                 self._ask(engine, request)
-            for number in range(clients):
-                pool.submit(self._send, engine, random.Random(self.load.seed + number), stopping)
-            time.sleep(seconds / 2)
-            half = resident_bytes()
-            time.sleep(seconds / 2)
-            grown = resident_bytes() - half
-            stopping.set()
-            pool.shutdown()
-            idle, pages = engine.idle(_SECONDS), engine.answer_pages
-            problems += [] if idle and pages.free == pages.total else [f"pages of answers stay taken: {pages}"]
+            half, end = (self._bytes_after(engine, seconds / 2) for _ in range(2))
+            pages = engine.answer_pages
             ids = {engine.wait(engine.read(each), _SECONDS, stored=True).id for each in self.documents}
         with Engine(self.lm, **self.options) as engine:
             lost = ids - {each.id for each in engine.documents()}
-            problems += [f"{len(lost)} documents are lost"] if lost else []
-        outcomes = collections.Counter(self.outcomes)
-        problems += [f"the process grew by {grown / 1e6:.0f} MB"] if grown > _SLACK else []
-        problems += [f"{outcomes[bad]} {bad}" for bad in ("other answers", "errors") if outcomes[bad]]
+        outcomes, grown = collections.Counter(self.outcomes), end - half
+        bad = {each: outcomes[each] for each in ("other answers", "errors")} | {"lost documents": len(lost)}
+        bad |= {"pages that answers keep": pages.total - pages.free, "MB of growth": grown // 10**6 * (grown > _SLACK)}
+        problems = [f"{count:,} {kind}" for kind, count in bad.items() if count]
         row = {"s": seconds, "requests": outcomes.total(), **outcomes}
         row |= common.percentiles("first token", self.first_tokens)
-        return {**row, "process MB": resident_bytes() / 1e6, "grown MB": grown / 1e6}, problems
+        return {**row, "process MB": end / 1e6, "grown MB": grown / 1e6}, problems
 
-    def _send(self, engine: Engine, random: random.Random, stopping: threading.Event) -> None:
-        """Requests, one after the other, until `stopping`; a fifth is cancelled."""
-        while not stopping.wait(random.expovariate(50)):
+    def _bytes_after(self, engine: Engine, seconds: float) -> int:
+        """Memory of this process after a load, without documents: those that move make it swing by several."""
+        end, clients = time.perf_counter() + seconds, self.load.rows + 2
+        with ThreadPoolExecutor(clients) as pool:
+            for number in range(clients):
+                pool.submit(self._send, engine, random.Random(self.load.seed + number), end)
+        for document in engine.documents() if engine.idle(_SECONDS) else ():
+            engine.forget(document.id)
+        time.sleep(5)  # moves end
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def _send(self, engine: Engine, random: random.Random, end: float) -> None:
+        """Requests, one after the other, until `end`; a fifth is cancelled."""
+        while time.perf_counter() < end:
+            time.sleep(random.expovariate(50))
             cancelled = random.randrange(1, self.load.answer_tokens) if random.random() < 0.2 else None
             try:
                 self._ask(engine, random.choice(self.requests), cancelled)
@@ -256,11 +262,6 @@ class Soak:
         else:
             self.outcomes.append("other answers")
             print(f"other answer: {prompt}: {out.tokens} instead of {expected}", file=sys.stderr, flush=True)
-
-
-def resident_bytes() -> int:
-    """Memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @with_options
