@@ -245,9 +245,8 @@ def doubt_of(table: Sequence[Mapping[str, float]], name: str) -> str | None:
     if holds(table[-1]):
         return None
     bounds = f"{LEAST_KNOWN:.0%} of the facts within {MOST_FOLLOWING:.0%} of the following text's loss"
-    few = f"of {table[-1]['known']} that {name!r} knows, while fewer than {_FEWEST} never show it"
-    remedy = f"kept = {table[-1]['kept']}; see kept_table; give more texts, or kept"
-    return f"not even the largest measured share holds {bounds}, {few}: {remedy}"
+    few = f"{table[-1]['known']} known to {name!r}, and fewer than {_FEWEST} never show it; give more texts, or kept"
+    return f"not even the largest share holds {bounds}, of {few}: kept = {table[-1]['kept']}"
 
 
 def measured_tables(

@@ -79,7 +79,7 @@ Stored = Array | EightBits
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "table", "kept", "start", "end", "bias", "first_row"],
+    data_fields=["k", "v", "table", "kept", "start", "end", "bias", "part"],
     meta_fields=["kept_columns"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Pages:
     kept_columns: int  # entries for pages of kept tokens, C; static
     # Added to the logits of kept tokens, in their order, at least -1e30, float32 `[B, Hkv, C b]`; None for zeros.
     bias: Float32[Array, "B Hkv n"] | None = None
-    # Number of this cache's first row in `table`, `kept` and `bias`, which may have rows of others, such as those of
-    # all layers; int32 scalar. Nothing is copied.
-    first_row: Int[Array, ""] | None = None
+    # Which B rows of `table`, `kept` and `bias` are this cache's: part n begins at row n B. Other parts may be those of
+    # other layers; int32 scalar. Nothing is copied.
+    part: Int[Array, ""] | None = None
 
     @property
     def page_size(self) -> int:
@@ -111,12 +111,11 @@ class Pages:
 
     def sliced(self) -> Pages:
         """The same cache without other rows."""
-        first, count = self.first_row, len(self.start)
-        if first is None:
+        if self.part is None:
             return self
-        parts = self.table, self.kept, self.bias
-        table, kept, bias = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), parts)
-        return dataclasses.replace(self, table=table, kept=kept, bias=bias, first_row=None)
+        first, parts = self.part * len(self.start), (self.table, self.kept, self.bias)
+        table, kept, bias = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, len(self.start)), parts)
+        return dataclasses.replace(self, table=table, kept=kept, bias=bias, part=None)
 
 
 def check_pages(arrays: Mapping[str, tuple[Any, str]], caches: tuple[Pages, ...], *, window: int) -> dict[str, int]:
@@ -124,7 +123,7 @@ def check_pages(arrays: Mapping[str, tuple[Any, str]], caches: tuple[Pages, ...]
     sizes = check_shapes(arrays)
     for i, cache in enumerate(caches):
         own = {name: size for name, size in sizes.items() if name not in ("P", "T", "R", "A")}
-        rows = "R" if cache.first_row is None else "A"
+        rows = "R" if cache.part is None else "A"
         for name, dims in (("k", "P b d"), ("v", "P b d"), ("table", f"{rows} Hkv T"), ("kept", f"{rows} Hkv")):
             own = check_shape(f"caches[{i}].{name}", getattr(cache, name), dims, own)
         for name in ("start", "end"):

@@ -98,7 +98,7 @@ class ChunkPlan:
     def rows_of(self, cache: Pages, rows: Array) -> tuple[Array, Array]:
         """Where a cache has rows of queries: in `start` and `end`, and in `table`, `kept` and `bias`."""
         own = lax.div(rows, jnp.full_like(rows, self.regions // self.kv_heads // cache.start.shape[0]))
-        return own, own if cache.first_row is None else own + cache.first_row[0]
+        return own, own if cache.part is None else own + cache.part[0] * cache.start.shape[0]
 
     def column(self, cache: Pages, span: Span, is_kept: Array, tile: Array) -> Array:
         """Entry of a region's table that names the page of a tile: the n-th of its kept tokens or of its window."""
@@ -118,9 +118,10 @@ class Chunks(NamedTuple):
         """Region of a chunk; chunks are numbered region after region."""
         return jnp.sum((jnp.cumsum(self.counts) <= chunk).astype(jnp.int32))
 
-    def first_chunk(self, region: Array) -> Array:
-        """Number of a region's first chunk."""
-        return jnp.sum(jnp.where(self._lanes < region, self.counts, 0))
+    def store(self, ends_ref: Any, counts_ref: Any) -> None:
+        """Writes the number past each region's last chunk, and how many it has, for merging."""
+        for ref, values in ((ends_ref, jnp.cumsum(self.counts)), (counts_ref, self.counts)):
+            pltriton.store(ref.at[self._lanes], values, mask=self._lanes < ref.shape[0])
 
     def of(self, region: Array, values: Array) -> Array:
         """A region's own of some values by lane, which were read before the region was known."""
@@ -129,7 +130,7 @@ class Chunks(NamedTuple):
     def tiles_of(self, chunk: Array, region: Array) -> tuple[Array, Array]:
         """First and past-the-last tile of a region's chunk; its tiles are numbered cache after cache."""
         tiles, chunks = self.of(region, self.tiles), self.of(region, self.counts)
-        part = chunk - self.first_chunk(region)
+        part = chunk - self.of(region, jnp.cumsum(self.counts)) + chunks
         return lax.div(tiles * part, chunks), lax.div(tiles * (part + 1), chunks)
 
     @property

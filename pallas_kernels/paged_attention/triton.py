@@ -99,11 +99,11 @@ def paged_attention(
     config = config or default_config(queries * group, head_dim, page, q.dtype, batch, eight_bits=eight_bits)
     plan = ChunkPlan.make(caches, config, batch=batch, queries=queries, group=group, window=window)
     rows, caches = batch * queries * q_heads, jax.tree.map(jnp.atleast_1d, caches)
-    of_chunks = plan.chunks * plan.rows
+    of_chunks, of_regions = (plan.chunks * plan.rows,), (plan.regions,)
     parts = triton_call(
         partial(_attend_chunk, plan, rows=config.queries, interpret=interpret),
         (q.reshape(rows, head_dim), caches, first, newest),
-        [((of_chunks, head_dim), jnp.float32), ((of_chunks,), jnp.float32), ((of_chunks,), jnp.float32)],
+        [((*of_chunks, head_dim), jnp.float32), *[(of_chunks, jnp.float32)] * 2, *[(of_regions, jnp.int32)] * 2],
         grid=(plan.tiles_of_rows * plan.chunks,),
         name="paged_attention_chunks",
         warps=config.warps,
@@ -112,7 +112,7 @@ def paged_attention(
     )
     out, lse = triton_call(
         partial(_merge_chunks, plan, config.merged),
-        (*parts, caches, first, newest),
+        parts,
         [((rows, head_dim), q.dtype), ((rows,), jnp.float32)],
         grid=(rows,),
         name="paged_attention_merge",
@@ -132,6 +132,8 @@ def _attend_chunk(
     out_ref: Any,
     peak_ref: Any,
     weight_ref: Any,
+    ends_ref: Any,
+    counts_ref: Any,
     *,
     rows: int,
     interpret: bool,
@@ -141,6 +143,7 @@ def _attend_chunk(
     chunk, tile = quotient_and_remainder(pl.program_id(0), plan.tiles_of_rows)
     chunks = split(plan, caches, first_ref, newest_ref)
     region = chunks.region_of(chunk)
+    pl.when(pl.program_id(0) == 0)(lambda: chunks.store(ends_ref, counts_ref))
 
     @pl.when(region < plan.regions)
     def _() -> None:
@@ -281,18 +284,16 @@ def _merge_chunks(
     parts_ref: Any,
     peak_ref: Any,
     weight_ref: Any,
-    caches: tuple[Pages, ...],
-    first_ref: Any,
-    newest_ref: Any,
+    ends_ref: Any,
+    counts_ref: Any,
     out_ref: Any,
     lse_ref: Any,
 ) -> None:
     """Merges the chunks of one query head."""
     row = pl.program_id(0)
     region, number = plan.place(row)
-    chunks = split(plan, caches, first_ref, newest_ref)
-    first, count = chunks.first_chunk(region), chunks.of(region, chunks.counts)
-    columns = jnp.arange(parts_ref.shape[1], dtype=jnp.int32)
+    count, columns = counts_ref[region], jnp.arange(parts_ref.shape[1], dtype=jnp.int32)
+    first = ends_ref[region] - count
 
     def step(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, peak, weight = state

@@ -107,13 +107,13 @@ class Steps:
         start = before if leaving is None else before + jnp.where(leaving, rows.page_size, 0)
         new = None if fed.size == 1 else fed[:, None]  # a single row is written without looking
         x, (cos, sin) = decoder.embed(state.last[:, None]), decoder.angles(positions[:, None])
-        scores = list[Array]()
+        inputs = list[Array]()
 
         def of_layer(
             weights: Any, x: Array, rows: Rows, layer: int | Array, known: Any
         ) -> tuple[Array, Rows, Array | None]:
             module = lm.layer(weights)
-            score = lm.scores(layer, module, x, positions[:, None])
+            normed = module.attention_norm(x) if policy.by_scores else None
 
             def attention(q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Rows]:
                 if leaving is not None:
@@ -128,14 +128,16 @@ class Steps:
                 out, _ = paged_attention(q, pages, positions, positions, window=policy.window, backend=self.backend)
                 return out, rows
 
-            return *module(x, cos, sin, attention, rows), None if score is None else score[..., 0]
+            return *module(x, cos, sin, attention, rows), normed
 
         step = of_layer if policy.layers_differ else jax.jit(of_layer)  # traced once
         for layer in range(lm.config.num_layers):
             number, known = layer if policy.layers_differ else runtime_number(layer), summaries and summaries[layer]
-            x, rows, score = step(lm.layer_params(layer), x, rows, number, known)
-            scores += [] if score is None else [score]
-        rows = rows.with_scores(jnp.stack(scores), positions, fed, start) if scores else rows
+            x, rows, normed = step(lm.layer_params(layer), x, rows, number, known)
+            inputs += [] if normed is None else [normed]
+        if inputs:
+            score = jax.vmap(lambda layer, x: lm.scores(layer, x, positions[:, None])[..., 0])
+            rows = rows.with_scores(score(jnp.arange(len(inputs)), jnp.stack(inputs)), positions, fed, start)
         logits = decoder.logits(decoder.final_norm(x)[:, 0])
         rows = dataclasses.replace(rows, start=start, length=jnp.where(fed, positions + 1, rows.length))
         return draw(lm, dataclasses.replace(state, cache=rows), logits, self.sampling, fed, self.allowed)

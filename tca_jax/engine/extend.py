@@ -119,7 +119,7 @@ def _feed_layer(
 ) -> tuple[Array, Rows, Array, Array | None]:
     """A layer of appended tokens: for each block evicts, writes the new tokens, attends."""
     module, index, policy = lm.layer(weights), number if layer is None else layer, lm.method.cache
-    b, scores = rows.page_size, lm.scores(index, module, x, here.first[:, None] + jnp.arange(x.shape[1]))
+    b, scores = rows.page_size, lm.scores(index, module.attention_norm(x), here.first[:, None] + jnp.arange(x.shape[1]))
     scores = None if scores is None else scores.swapaxes(1, 2)
 
     def one_block(state: tuple[Rows, Array], block: tuple[Any, ...]) -> tuple[tuple[Rows, Array], Array]:

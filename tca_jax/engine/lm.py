@@ -132,12 +132,10 @@ class LM:
         """The KV heads of a layer that a program sees: all, or over a mesh those of its device."""
         return Heads.all(self.config.num_kv_heads) if self.head_shards is None else self.head_shards.heads(layer)
 
-    def scores(self, layer: int | Array, module: DecoderLayer, x: Array, positions: Array) -> Any:
-        """Scores [R, H, n] of tokens [R, n] by a layer's inputs `x`; None if the method gives none."""
+    def scores(self, layer: int | Array, normed: Array, positions: Array) -> Any:
+        """Scores [R, H, n] of tokens [R, n] by a layer's inputs after the norm; None if the method gives none."""
         policy: Any = self.method.cache
-        if not policy.by_scores:
-            return None
-        return policy.score(self.scored_settings(layer), module.attention_norm(x), positions)
+        return policy.score(self.scored_settings(layer), normed, positions) if policy.by_scores else None
 
     def scored_settings(self, layer: int | Array) -> Any:
         """Settings of a scored cache for the heads of a layer that a program sees."""

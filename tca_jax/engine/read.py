@@ -328,7 +328,7 @@ def _attend_layer(
 ) -> tuple[Array, Array, Rows | None]:
     """The first half of a layer of prompts: attention's output, attended shares, and the tokens in pages of rows."""
     module, index, method = lm.layer(weights), number if layer is None else layer, lm.method
-    scores = lm.scores(index, module, x, jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
+    scores = lm.scores(index, module.attention_norm(x), jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
 
     def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Array, Rows | None]]:
         others: list[Any] = []

@@ -23,7 +23,7 @@ def lm():
 @pytest.mark.integration
 def test_calibrate_fits_and_measures(lm):
     stages = []
-    with pytest.warns(UserWarning, match="of 0 that 'tiny' knows"):  # it has no tokenizer
+    with pytest.warns(UserWarning, match="of 0 known to 'tiny'"):  # it has no tokenizer
         profile = tca_jax.calibrate(lm, TEXTS, count=2, tokens=512, progress=lambda *call: stages.append(call))
     assert isinstance(profile, tca_jax.WorthProfile)
     assert profile.maps.maps.shape == (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.hidden_size + 1)

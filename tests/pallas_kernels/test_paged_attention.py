@@ -128,7 +128,7 @@ def _among_others(pages):
     """The same cache, whose rows are the second of three parts of its arrays."""
     parts = pages.table, pages.kept, pages.bias
     table, kept, bias = jax.tree.map(lambda x: jnp.concatenate([x[::-1, ::-1], x, 0 * x]), parts)
-    return dataclasses.replace(pages, table=table, kept=kept, bias=bias, first_row=jnp.int32(len(pages.start)))
+    return dataclasses.replace(pages, table=table, kept=kept, bias=bias, part=jnp.int32(1))
 
 
 SMALL = PagedConfig(queries=16, keys=16, programs=24, warps=4, stages=2, merged=4)
