@@ -20,8 +20,9 @@ _MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 # XLA takes a pool that a program overwrites for two, and would compute parts twice to save memory that is not used.
 _ON_GPU = {"xla_disable_hlo_passes": "rematerialization"}
 # For programs of a layer of prompts: no CUDA graphs, since updating one with another layer's addresses takes longer
-# than launches; and products by cuBLAS alone: XLA's own kernels are no faster, and trying them doubles compilation.
+# than launches; products by cuBLAS alone, sums by one emitter: XLA would compile and time several kernels for each.
 _ONE_LAYER = _ON_GPU | {"xla_gpu_graph_min_graph_size": 2**30, "xla_gpu_enable_triton_gemm": False}
+_ONE_LAYER |= {"xla_gpu_experimental_enable_fusion_autotuner": False}
 _OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
 _kept: dict[_Key, Compiled] = {}  # least recently used first
 _compilers = ThreadPoolExecutor(4, thread_name_prefix="tca-jax-compile")
