@@ -170,13 +170,14 @@ class DecoderLayer(nnx.Module):
         sin: Float[Array, "B L half"],
         attention: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
         state: Any,
-    ) -> tuple[Float[Array, "B L Hq d"], Any]:
+        room: int = 0,  # tokens that queries, keys and values of one row have past L, zeros
+    ) -> tuple[Float[Array, "B C Hq d"], Any]:
         """The first half of the layer: `attention(q, k, v, state)` returns the attention and the new state."""
 
         def project(x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
             return self.attention.project(self.attention_norm(x), cos, sin)
 
-        q, k, v = by_chunks(project, self.projected, x, cos, sin)
+        q, k, v = by_chunks(project, self.projected, x, cos, sin, room=room)
         with jax.named_scope("attention"):
             out, state = attention(q, k, v, state)
         return out.astype(x.dtype), state

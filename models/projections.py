@@ -33,17 +33,18 @@ _LEAST_SCALE = 1e-30  # of vectors of zeros, too: its inverse is finite
 _FEW_WEIGHTS = 10_000_000  # with fewer, XLA computes a vector's product as a sum of elementwise products
 
 
-def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], *inputs: Array, in_place: bool = False) -> Any:
+def by_chunks(function: Any, sizes: tuple[int, ...], *inputs: Array, in_place: bool = False, room: int = 0) -> Any:
     """`function(*inputs)`, where the function treats every token independently, a chunk of tokens at a time.
 
     At 128K tokens the intermediates of the MLP would outweigh the weights. The function takes and returns arrays with
     any leading token axes. `sizes` are the tokens of the chunks in one step of the loop: none depends on another, so
-    the compiler may overlap them. With `in_place` the result, an array like the first input, overwrites it.
+    the compiler may overlap them. With `in_place`, results overwrite the first input. `room` zeros follow one row's.
     """
     batch, length = inputs[0].shape[:2]
     tokens, step = batch * length, sum(sizes)
     if tokens <= max(sizes):
-        return function(*inputs)
+        pad = lambda x: jnp.pad(x, [(0, 0), (0, room), *[(0, 0)] * (x.ndim - 2)])  # noqa: E731
+        return jax.tree.map(pad, function(*inputs)) if room else function(*inputs)
     flat_inputs = [x.reshape(-1, *x.shape[2:]) for x in inputs]
 
     def of_chunk(start: Any, size: int, results: Any = None) -> Any:
@@ -62,7 +63,7 @@ def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], *inputs: Arr
     def unwritten(x: Array) -> Array:
         """Memory for all tokens' results like x: under `jax.shard_map` a loop's state varies over its mesh axes."""
         axes = jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(jax.lax.empty((tokens, *x.shape[1:]), x.dtype), tuple(axes), to="varying")
+        return jax.lax.pcast(jax.lax.empty((tokens + room, *x.shape[1:]), x.dtype), tuple(axes), to="varying")
 
     # The first token's results are dead code: only their types count.
     results: Any = flat_inputs[0] if in_place else jax.tree.map(unwritten, of_chunk(0, 1))
@@ -71,7 +72,7 @@ def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], *inputs: Arr
     if rest := tokens - steps * step:
         complete = list(itertools.takewhile(lambda end: end < rest, itertools.accumulate(sizes)))
         results = write(steps * step, [*sizes[: len(complete)], rest - sum(sizes[: len(complete)])], results)
-    return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), results)
+    return jax.tree.map(lambda x: x.at[tokens:].set(0).reshape(batch, length + room, *x.shape[1:]), results)
 
 
 def dot_general(

@@ -152,8 +152,7 @@ class CacheLayout:
         """
         pages = np.asarray(self.kept_pages if layer is None else self.kept_pages[layer])
         widest = pages.reshape(-1, pages.shape[-1]).max(axis=0) * self.block_size
-        layer = layer or 0
-        shared = self.shared_by_row(layer // self.pool_layers) * self.block_size if self.shared_pages else None
+        shared = self.shared_by_row((layer or 0) // self.pool_layers) * self.block_size if self.shared_pages else None
         return Regions.plan(self.batch, widest.tolist(), self.block_size, shared)
 
 

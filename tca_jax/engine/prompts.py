@@ -24,8 +24,7 @@ def bucket_length(length: int, smallest: int = _SMALLEST) -> int:
 
     Four buckets an octave: a service that sees every length up to a million compiles for about sixty.
     """
-    step = max(smallest, 1 << max(0, length.bit_length() - 3))
-    return round_up(length, step)
+    return round_up(length, max(smallest, 1 << max(0, length.bit_length() - 3)))
 
 
 Chat = Sequence[Mapping[str, Any]]

@@ -43,8 +43,10 @@ def empty_rows(lm: LM, rows: int, widths: Widths, pages: int, dtype: Any) -> Row
 
 #: Tokens of prompts that are read in one program under full attention, at most: the device reads a layer of them sooner
 #: than the host calls the next one. Selection in all layers would compile for half a minute.
-_ONE_PROGRAM_TOKENS = 4096
+_ONE_PROGRAM = 4096
 
+#: Prompt length up to which attention under scores compiles once for an octave: padding costs up to 3% of reading.
+_OCTAVE_TOKENS = 65536
 
 #: Starts programs that follow a reading: gets the shapes of logits, rows and shares if its own had to be compiled.
 Then = Callable[[Any, Any, Any], None]
@@ -64,8 +66,7 @@ class Calls:
     """Calls of programs, compiled ahead of time or traced into a caller's; counts the seconds that compiling took."""
 
     def __init__(self, *, traced: bool = False) -> None:
-        self.traced = traced
-        self.compile_seconds = 0.0
+        self.traced, self.compile_seconds = traced, 0.0
 
     def __call__(self, program: Program, *args: Any, **static: Any) -> Any:
         """Calls a program."""
@@ -125,13 +126,11 @@ def read(
 
 def _are_short(lm: LM, tokens: Int[Array | np.ndarray, "B L"]) -> bool:
     """Whether the host would call the layers of prompts later than the device could read them."""
-    waits = jax.default_backend() == "gpu" and lm.mesh is None and tokens.size <= _ONE_PROGRAM_TOKENS
-    return waits and lm.method == BASELINE
+    return lm.method == BASELINE and lm.mesh is None and tokens.size <= _ONE_PROGRAM and jax.default_backend() == "gpu"
 
 
 def _read_layers(layers: Layers, sizes: RowSizes, then: Then | None) -> ReadRows:
-    rows = layers.run(sizes, then)
-    logits, shares = layers.end()
+    rows, (logits, shares) = layers.run(sizes, then), layers.end()
     return ReadRows(logits, rows, shares)
 
 
@@ -157,16 +156,18 @@ class Layers:
         self._sizes, self._chunks = chunks_of_tokens(known, tokens.size // devices, tokens.shape[1], step)
         self._lm, self._calls = lm, calls
         self._tokens, self._lengths, self._most = map(jnp.asarray, (tokens, lengths, most))
+        self._columns, self._room = 0, 0  # tokens of an octave's attention; tokens of a row that scores may keep
         of_prompts = None if layout is None else lm.cache_layout(layout.batch, layout.prompt_tokens)
-        self._room = 0  # tokens of a row that scores may keep
         if of_prompts is not None and lm.method.cache.by_scores:
+            if of_prompts.has_ranked_blocks and len(tokens) == 1:
+                self._columns = max(tokens.shape[1], min(1 << (tokens.shape[1] - 1).bit_length(), _OCTAVE_TOKENS))
+                of_prompts = lm.cache_layout(1, self._columns)
             self._room = layout.shared_pages[0][0] * layout.block_size
             of_prompts = dataclasses.replace(of_prompts, shared_pages=())
         self._static: dict[str, Any] = {"layout": of_prompts, "backend": backend}
         self._programs: dict[Any, Any] = {}
-        self.x: Any = None  # shapes of these and of `out` are there after `prepare`
-        self.shares: Any = None
-        self.out: Any = None
+        self.x: Any = None  # shapes of these are there after `prepare`
+        self.shares = self.out = self.x
         self._angles: Any = ()
 
     def begin(self, sizes: RowSizes | None = None) -> Any:
@@ -180,8 +181,7 @@ class Layers:
             self._start_second_halves()
         for start, size in self._chunks if number else ():
             self.x = self._call(after_program, *self._second_half(number - 1, start), size=size)
-        given, static = self._first_half(number, rows)
-        self.out, self.shares, rows = self._call(attend_program, *given, **static)
+        self.out, self.shares, rows = self._first_half(number, rows, self._call)
         return rows
 
     def end(self) -> tuple[Float32[Array, "B V"], Float32[Array, " B"]]:
@@ -213,13 +213,10 @@ class Layers:
         """Starts the programs of all layers, the slowest first."""
         self.x, *self._angles, self.shares, _ = begin.shapes
         for number in range(self._lm.config.num_layers if self._lm.method.layers_differ else 1):
-            given, static = self._first_half(number, rows)
-            program = self._start(attend_program, *given, **static)
-            if number == 0:
-                self.out = program.shapes[0]
-                if then is not None:
-                    shape = len(self._lengths), self._lm.config.vocab_size
-                    then(jax.ShapeDtypeStruct(shape, jnp.float32), rows, self.shares)
+            self.out, *_ = self._first_half(number, rows, lambda *args, **own: self._start(*args, **own).shapes)
+            if number == 0 and then is not None:
+                shape = len(self._lengths), self._lm.config.vocab_size
+                then(jax.ShapeDtypeStruct(shape, jnp.float32), rows, self.shares)
         self._start_second_halves()
         if rows is not None:  # else the caller needs no end
             self._start(end_program, *self._end(self._lengths))
@@ -241,10 +238,15 @@ class Layers:
     def _begin(self) -> tuple[Any, ...]:
         return self._lm.without_layers, self._tokens, self._lengths
 
-    def _first_half(self, number: int, rows: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own = self._lm.layer_params(number), self.x, self.shares, rows, *self._angles, self._lengths, self._most
-        given = self._lm.without_weights, *own, *map(self._calls.number, (self._room, number))
-        return given, {**self._static, "layer": number if self._lm.method.layers_differ else None}
+    def _first_half(self, number: int, rows: Any, call: Callable[..., Any]) -> Any:
+        sizes = [*map(self._calls.number, (self._tokens.shape[1], self._room, number))]
+        state, model = (self.shares, rows, self._lengths, self._most, *sizes), self._lm.without_weights
+        given = model, self._lm.layer_params(number), self.x, *self._angles
+        static = {**self._static, "layer": number if self._lm.method.layers_differ else None}
+        if not self._columns:
+            return call(attend_program, *given, *state, **static)
+        inputs = call(_project_program, *given, sizes[-1], columns=self._columns)
+        return call(_attention_program, model, inputs, *state, **static)
 
     def _second_half(self, number: int, start: int) -> tuple[Any, ...]:
         return self._lm.without_weights, self._lm.layer_params(number), self.x, self.out, self._calls.number(start)
@@ -256,24 +258,22 @@ class Layers:
 
 def _begin(lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, sizes: RowSizes | None) -> tuple[Any, ...]:
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    shares = jnp.zeros(lengths.shape, jnp.float32)
     rows = None if sizes is None else empty_rows(lm, *sizes, lm.cache_dtype)
-    return lm.decoder.embed(tokens), *lm.decoder.angles(positions), shares, rows
+    return lm.decoder.embed(tokens), *lm.decoder.angles(positions), jnp.zeros(lengths.shape, jnp.float32), rows
 
 
 def _end(
     lm: LM,  # without layers
     weights: Any,  # of the last layer
     x: Float[Array, "B L D"],
-    out: Float[Array, "B L Hq d"],
+    out: Float[Array, "B C Hq d"],
     lengths: Int[Array, " B"],
     shares: Float32[Array, " B"],
 ) -> tuple[Float32[Array, "B V"], Float32[Array, " B"]]:
     """The second half of the last layer, of each prompt's last token, and the logits after it."""
     x, out = (each[jnp.arange(len(lengths)), lengths - 1][:, None] for each in (x, out))
-    x = lm.layer(weights).after_attention(x, out)[:, 0]
-    logits = lm.decoder.logits(lm.decoder.final_norm(x))
-    return logits, mean_of_devices(shares, lm.head_shards) / lm.config.num_layers
+    x = lm.decoder.final_norm(lm.layer(weights).after_attention(x, out)[:, 0])
+    return lm.decoder.logits(x), mean_of_devices(shares, lm.head_shards) / lm.config.num_layers
 
 
 def chunks_of_tokens(
@@ -297,10 +297,10 @@ def chunks_of_tokens(
 
 
 def _after_attention(
-    lm: LM, weights: Any, x: Float[Array, "B L D"], out: Float[Array, "B L Hq d"], start: Int[Array, ""], *, size: int
+    lm: LM, weights: Any, x: Float[Array, "B L D"], out: Float[Array, "B C Hq d"], start: Int[Array, ""], *, size: int
 ) -> Float[Array, "B L D"]:
     """The second half of a layer, of `size` tokens of the prompts, which are one row after the other."""
-    flat = [each.reshape(-1, *each.shape[2:]) for each in (x, out)]
+    flat = [each[:, : x.shape[1]].reshape(-1, *each.shape[2:]) for each in (x, out)]
     chunk = (jax.lax.dynamic_slice_in_dim(each, start, size)[None] for each in flat)
     layer = lm.layer(weights)
     if 4 * size == sum(layer.chunks):  # on a mesh, in two parts: XLA would sum four smaller ones together
@@ -309,16 +309,29 @@ def _after_attention(
     return jax.lax.dynamic_update_slice_in_dim(flat[0], new, start, axis=0).reshape(x.shape)
 
 
-def _attend_layer(
+def _project(
+    lm: LM, weights: Any, x: Float[Array, "B L D"], cos: Array, sin: Array, number: Int[Array, ""], *, columns: int
+) -> tuple[Array, Array, Array, Array | None]:
+    """Queries, keys, values and scores of a layer, of `columns` tokens: zeros past L."""
+    module, room = lm.layer(weights), columns - x.shape[1]
+    scores = lm.scores(number, module.attention_norm(x), jnp.tile(jnp.arange(x.shape[1]), (len(x), 1)))
+    q, (k, v) = module.attend(x, cos, sin, lambda q, k, v, _: (q, (k, v)), None, room)
+    return q, k, v, None if scores is None else jnp.pad(scores, ((0, 0), (0, 0), (0, room)))
+
+
+def _attend_layer(lm: LM, weights: Any, x: Array, cos: Array, sin: Array, *given: Any, **static: Any) -> Any:
+    """The first half of a layer of prompts."""
+    return _attend_octave(lm, _project(lm, weights, x, cos, sin, given[-1], columns=x.shape[1]), *given, **static)
+
+
+def _attend_octave(
     lm: LM,  # without weights
-    weights: Any,  # of the layer
-    x: Float[Array, "B L D"],
+    inputs: tuple[Array, Array, Array, Array | None],  # of `_project`, [B, C, heads, d] and [B, Hkv, C]
     shares: Float32[Array, " B"],
     rows: Rows | None,
-    cos: Array,
-    sin: Array,
     lengths: Int[Array, " B"],
     most: Int[Array, " B"],
+    padded: Int[Array, ""],  # length of the prompts, L
     room: Int[Array, ""],  # tokens of a row that scores may keep
     number: Int[Array, ""],
     *,
@@ -326,26 +339,18 @@ def _attend_layer(
     backend: Backend,
     layer: int | None,  # the number where the method's programs differ between layers
 ) -> tuple[Array, Array, Rows | None]:
-    """The first half of a layer of prompts: attention's output, attended shares, and the tokens in pages of rows."""
-    module, index, method = lm.layer(weights), number if layer is None else layer, lm.method
-    scores = lm.scores(index, module.attention_norm(x), jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
-
-    def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Array, Rows | None]]:
-        others: list[Any] = []
-        if scores is not None:
-            held = None if rows is None else rows.kept
-            attended, kept, *others = _attend_scored(lm, index, q, k, v, scores, lengths, layout, held, room, backend)
-        else:
-            attended, kept = attend_selected(method, index, lm.heads(index), q, k, v, lengths, layout, backend)
-        if rows is None:
-            return attended.out, (attended.pairs, None)
+    """Attention of a layer of prompts: its output, attended shares, and the tokens in pages of rows."""
+    (q, k, v, scores), index, others = inputs, number if layer is None else layer, list[Any]()
+    if scores is not None:
+        sizes, held = (lengths, padded, room), None if rows is None else rows.kept
+        attended, kept, *others = _attend_scored(lm, index, q, k, v, scores, sizes, layout, held, backend)
+    else:
+        attended, kept = attend_selected(lm.method, index, lm.heads(index), q, k, v, lengths, layout, backend)
+    if rows is not None:
         filled = rows.with_prompts(index, 0, kept, k, v, lengths, most, scores, *others)
         # The pages are filled before the model goes on: left to itself the compiler keeps all layers' k and v.
-        (out, pairs), filled = jax.lax.optimization_barrier((attended, filled))
-        return out, (pairs, filled)
-
-    out, (pairs, filled) = module.attend(x, cos, sin, attention, None)
-    return out, shares + pairs / causal_pairs(lengths), filled
+        attended, rows = jax.lax.optimization_barrier((attended, filled))
+    return attended.out, shares + attended.pairs / causal_pairs(lengths), rows
 
 
 def attend_selected(
@@ -362,12 +367,10 @@ def attend_selected(
     """Attention of prompts, and the tokens of a layer for their rows."""
     policy, kept, readable = method.cache, None, None
     if layout is not None and layout.has_ranked_blocks:
-        queries = last_queries(q, lengths, policy.num_queries)
-        selection = policy.select(layer, heads, queries, k, v, lengths)
+        selection = policy.select(layer, heads, last_queries(q, lengths, policy.num_queries), k, v, lengths)
+        regions = layout.regions(layer if isinstance(layer, int) else None)
         with jax.named_scope("select"):
-            kept = layout.regions(layer if isinstance(layer, int) else None).fill(
-                selection, k, v, block_size=layout.block_size, backend=backend
-            )
+            kept = regions.fill(selection, k, v, block_size=layout.block_size, backend=backend)
         readable = kept if method.prefill_reads_cache else None
     attended = method.prefill.attend(layer, heads, q, k, v, lengths, readable, backend)
     return attended, None if kept is None else kept.pool
@@ -380,17 +383,16 @@ def _attend_scored(
     k: Array,
     v: Array,
     scores: Float32[Array, "B H L"],
-    lengths: Array,
+    sizes: tuple[Array, Array, Array],  # lengths, the padded one, and room for kept tokens of a row
     layout: CacheLayout | None,
     kept_so_far: Int[Array, "layers B H"] | None,
-    room: Int[Array, ""],  # for kept tokens of a row
     backend: Backend,
 ) -> tuple[Attended, Pool | None, BlockMeans | None, Bool[Array, " B"] | None]:
     """`attend_selected` where tokens have scores: also means of the others, and rows without room for all."""
     policy: Any = lm.method.cache
     prefill: Any = lm.method.prefill
     settings = lm.scored_settings(layer)
-    b, (batch, length, heads, _) = policy.block_size, k.shape
+    b, (batch, length, heads, _), (lengths, padded, room) = policy.block_size, k.shape, sizes
     kept: tuple[Any, Any, Any] = None, None, None
     if layout is not None and layout.has_ranked_blocks:
         edge = (lengths // b * b - policy.window)[:, None, None]
@@ -402,11 +404,10 @@ def _attend_scored(
         if kept_so_far is not None:  # begun pages come besides
             ranked, reserves = jnp.maximum(edge[:, 0, 0], 0), policy.reserve * heads * len(kept_so_far)
             own = jnp.minimum(ranked, policy.reserve) * heads  # the reserve of a layer
-            share = ranked / (policy.num_ranked_blocks(length) * b)  # of the padded prompt's
+            share = ranked / (policy.num_ranked_blocks(padded) * b)  # of the padded prompt's
             of_row = reserves + (room - reserves) * share
             left = of_row - kept_so_far.sum(axis=(0, 2)) - own * (len(kept_so_far) - layer)
-            part = jnp.maximum(left * settings.left, 0).astype(jnp.int32) + own
-            stays, raised = _highest(stays, ranks, part)
+            stays, raised = _highest(stays, ranks, jnp.maximum(left * settings.left, 0).astype(jnp.int32) + own)
         with jax.named_scope("select"):
             regions = Regions.plan(batch, [length] * heads, b)
             pool = regions.fill(Selection.of_tokens(stays, b), k, v, block_size=b, backend=backend).pool
@@ -434,16 +435,19 @@ def _highest(
 begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, CACHES)))
 #: Queries and attention's output on a mesh.
 OUT = PartitionSpec(DATA, None, MODEL)
-_LAYER: Any = LAYER_WEIGHTS, ROWS, ROWS, CACHES, *(ROWS,) * 4, SAME, SAME
-attend_program = Program(OverMesh(_attend_layer, _LAYER, (OUT, ROWS, CACHES)), donate=(3, 4), one_layer=True)
+_INPUTS: Any = OUT, OUT, OUT, PartitionSpec(DATA, MODEL)
+_STATE: Any = (ROWS, CACHES, ROWS, ROWS, SAME, SAME, SAME), (OUT, ROWS, CACHES)
+_LAYER: Any = LAYER_WEIGHTS, ROWS, ROWS, ROWS
+attend_program = Program(OverMesh(_attend_layer, (*_LAYER, *_STATE[0]), _STATE[1]), donate=(5, 6), one_layer=True)
+_project_program = Program(OverMesh(_project, (*_LAYER, SAME), _INPUTS), one_layer=True)
+_attention_program = Program(OverMesh(_attend_octave, (_INPUTS, *_STATE[0]), _STATE[1]), donate=(2, 3), one_layer=True)
 after_program = Program(OverMesh(_after_attention, (LAYER_WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), one_layer=True)
 end_program = Program(OverMesh(_end, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
 
 def _fork(lm: LM, pool: Rows, table: Rows, source: Array, most: Array, *, more_pages: int, widths: Widths) -> Rows:
     rows = dataclasses.replace(table, k=pool.k, v=pool.v)
-    rows = rows.with_pages(more_pages) if more_pages else rows
-    return rows.with_widths(widths).forked(source, most)
+    return (rows.with_pages(more_pages) if more_pages else rows).with_widths(widths).forked(source, most)
 
 
 _FORKED: tuple[Any, ...] = (CACHES, CACHES, ROWS, ROWS)
@@ -464,12 +468,11 @@ def fork(
 ) -> Rows:
     """Forks of rows, side by side; they share pages that they do not write to."""
     of_device = rows_of_device(lm, len(most), "rows")
-    sizes = of_device, prompt_tokens, fed_tokens
-    static: dict[str, Any] = {"more_pages": more_pages, "widths": lm.cache_layout(*sizes).widths}
+    widths = lm.cache_layout(of_device, prompt_tokens, fed_tokens).widths
     source = np.tile(np.repeat(np.arange(of_device // times, dtype=np.int32), times), len(most) // of_device)
     program = _fork_program if more_pages else _fork_in_place_program
     pool, table = dataclasses.replace(rows, **NO_TABLE), dataclasses.replace(rows, **NO_POOL)
-    return calls(program, lm.without_weights, pool, table, source, most, **static)
+    return calls(program, lm.without_weights, pool, table, source, most, more_pages=more_pages, widths=widths)
 
 
 def require_finite(lm: LM, finite: np.ndarray, argument: str, ids: Callable[[int], Sequence[int]]) -> None:

@@ -92,7 +92,7 @@ def test_prompts_in_chunks_answer_alike(lm, monkeypatch):
     prompts, options = [random_prompt(4, 150), random_prompt(5, 33)], {"max_new_tokens": 6, "stop_token_ids": ()}
     expected = tca_jax.generate(lm, prompts, **options)
     monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", 64 * CONFIG.intermediate_size)
-    monkeypatch.setattr(read, "_ONE_PROGRAM_TOKENS", 0)
+    monkeypatch.setattr(read, "_ONE_PROGRAM", 0)
     sizes, run = [], read.Layers._call
     monkeypatch.setattr(read.Layers, "_call", lambda *args, **static: sizes.append(static) or run(*args, **static))
     assert tca_jax.generate(lm, prompts, **options).tokens == expected.tokens

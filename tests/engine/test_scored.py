@@ -61,8 +61,8 @@ def test_fed_tokens_are_those_of_decoding(profile, tmp_path):
     assert over.tokens[0][:40] == out.tokens[0][100:140]
 
 
-@pytest.mark.parametrize("kept", [None, 0.3])
-def test_lengths_of_an_octave_share_decoding(profile, kept, monkeypatch):
+@pytest.mark.parametrize(("kept", "half"), [(None, "_attend_layer"), (0.3, "_project")])
+def test_lengths_of_an_octave_share_decoding(profile, kept, half, monkeypatch):
     lm = tiny_lm() if kept is None else tiny_lm().with_profile(profile.with_kept(kept))
     names, own = list[str](), Program._lower
     monkeypatch.setattr(Program, "_lower", lambda self, *args: names.append(self.function.__name__) or own(self, *args))
@@ -71,7 +71,7 @@ def test_lengths_of_an_octave_share_decoding(profile, kept, monkeypatch):
         tca_jax.generate(lm, random_prompt(n, n), **OPTIONS | {"logprobs": 3})
         context, options = tca_jax.prefill(lm, random_prompt(n, n)), OPTIONS | {"logprobs": 3, "max_new_tokens": n // 4}
         tca_jax.generate(lm, random_prompt(0, n // 10), context=context, **options)
-    assert set(names) <= {"_read", "_begin", "_attend_layer", "_after_attention", "_end", "_fork", "<lambda>"}
+    assert set(names) <= {half, "_read", "_begin", "_after_attention", "_end", "_fork", "<lambda>"}
 
 
 def test_other_profiles_contexts_are_refused(profile):

@@ -109,7 +109,7 @@ def ends(stream):
     ("module", "name", "consumed"),
     [
         (read, "begin_program", ()),
-        (read, "attend_program", (4,)),
+        (read, "attend_program", (6,)),
         (serve_pages, "fork", ()),
         (serve_pages, "fork", (1,)),
         (extend, "_feed_program", (3,)),
@@ -143,7 +143,7 @@ def test_lost_documents_are_read_again_in_parts(lm, pages, expected, monkeypatch
     with engine_of(lm, 3 * pages) as engine:
         longer = engine.append(engine.read(A), MORE)
         engine.wait(longer, SECONDS)
-        monkeypatch.setattr(read, "attend_program", fails_once(read.attend_program, (4,)))
+        monkeypatch.setattr(read, "attend_program", fails_once(read.attend_program, (6,)))
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.wait(engine.read(B), SECONDS)
         assert engine.ask(longer, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A, MORE)
