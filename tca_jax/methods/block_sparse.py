@@ -153,7 +153,7 @@ def lists_of_mask(mask: Bool[Array, "B G N N"], block_size: int, length: int) ->
     tiles = mask.shape[-1]
     mask = mask & jnp.tri(tiles, k=-1, dtype=bool)
     order = jnp.sort(jnp.where(mask, jnp.arange(tiles, dtype=jnp.int32), tiles), axis=-1)
-    no_columns = jnp.zeros((*mask.shape[:2], length), bool)
+    no_columns = jax.lax.optimization_barrier(jnp.zeros((*mask.shape[:2], length), bool))  # XLA sums constants slowly
     return Listed(order * block_size, mask.sum(axis=-1, dtype=jnp.int32), no_columns)
 
 
