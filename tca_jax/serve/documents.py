@@ -214,11 +214,8 @@ class Documents:
             found = [own.take(of_device, axis=0, mode="clip") for own, of_device in devices]
             return np.stack(found)[None] if self.pool.on_mesh else found[0]
 
-        chunks = [
-            jax.tree.map(functools.partial(chunk, self.pool.padded(part, self._chunk)), (row.k, row.v))
-            for part in self._parts(numbers)
-        ]
-        document.chunks = [dataclasses.replace(self.pool.arrays, k=k, v=v) for k, v in chunks]
+        rows, parts = dataclasses.replace(self.pool.arrays, k=row.k, v=row.v), self._parts(numbers)
+        document.chunks = [jax.tree.map(functools.partial(chunk, self.pool.padded(*each)), rows) for each in parts]
 
     def _entered(self, document: Document, table: Rows, numbers: Numbers, attended_share: float | None) -> None:
         document.table, document.pages, document.attended_share = table, numbers, attended_share
@@ -239,24 +236,27 @@ class Documents:
 
     def _free_host(self, num_bytes: int, but: Document | None = None) -> bool:
         """Whether host memory has room for `num_bytes`, once second copies have been dropped."""
-        held = [each for each in self.all() if each.chunks is not None]
-        free = self._host_bytes - num_bytes - sum(each.num_bytes for each in held)
-        for other in held:
+        held = {each: sum(x.nbytes for x in jax.tree.leaves(each.chunks)) for each in self.all()}
+        free = self._host_bytes - num_bytes - sum(held.values())
+        for other, size in held.items():
             if free >= 0:
                 break
             if other is not but and (other.state == "device" or other.stored):
-                free += other.num_bytes
+                free += size
                 other.chunks = None
         return free >= 0
 
     def _copies(self, document: Document) -> list[Rows]:
         """Starts copies of a document's pages to host memory."""
-        free = [self.pool.free_pages(part, self._chunk) for part in self._parts(document.pages)]
+        free = [self.pool.free_pages(*part) for part in self._parts(document.pages)]
         put = functools.partial(jax.tree.map, lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
         return [put(pages.fetch_pages.run(self._bare_lm, self.pool.lend(None, part))) for part in free]
 
-    def _parts(self, numbers: Numbers) -> list[Numbers]:
-        return [[own[i : i + self._chunk] for own in numbers] for i in range(0, max(map(len, numbers)), self._chunk)]
+    def _parts(self, numbers: Numbers) -> list[tuple[Numbers, int]]:
+        """Pages that move at once, and places for them: powers of two from a 64th of a chunk, each with programs."""
+        count, most = max(map(len, numbers)), self._chunk
+        places = [min(most, max(most >> 6, 1 << (count - i - 1).bit_length())) for i in range(0, count, most)]
+        return [([own[i * most : (i + 1) * most] for own in numbers], places[i]) for i in range(len(places))]
 
     def bring(self, document: Document) -> None:
         """Starts to move a document from host memory to the device, which has room for it."""
@@ -304,8 +304,8 @@ class Documents:
         """Writes a document's pages to the pool once all have arrived; not where it was forgotten meanwhile."""
         chunks: Any = document.arriving
         if chunks is not None and all(x.is_ready() for x in jax.tree.leaves(chunks)):
-            for numbers, chunk in zip(self._parts(document.pages), chunks, strict=True):
-                to = self.pool.lend(None, self.pool.free_pages(numbers, self._chunk))
+            for part, chunk in zip(self._parts(document.pages), chunks, strict=True):
+                to = self.pool.lend(None, self.pool.free_pages(*part))
                 self.pool.take_back(pages.place_pages.run(self._bare_lm, to, chunk))
             document.arriving = None
 

@@ -271,6 +271,7 @@ def test_appends_do_not_wait_for_each_other():
     with engine_of(tiny_lm(), 12) as engine:  # they have 4 pages each, and need 8 more
         known = [engine.wait(engine.read(tokens), SECONDS) for tokens in (A, B)]
         engine._post(lambda: engine._documents.make_room(engine.document_pages.total)).result()
+        assert all(sum(x.nbytes for x in jax.tree.leaves(each.chunks)) == each.num_bytes for each in known)
         more = [(each.tokens + MORE, (*each.parts, len(MORE))) for each in known]
         for document in engine._post(lambda: [engine._found(*each) for each in more]).result():  # both at once
             engine.wait(document.id, SECONDS)
