@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -28,9 +29,7 @@ from tca_jax.serve.pages import Numbers, bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # longer prompts are read alone
-# Tokens times layers between two steps; a layer is the least. Running answers wait as long as they take: for a layer of
-# LLaMA-3.1-8B at 131,072 tokens 57 TFLOP of matrix products, a tenth of a second of an H200, and its attention.
-_PART_TOKENS = 131_072
+_PART_SECONDS = 0.04  # that running answers wait for a part of documents, unless a layer, the least, takes longer
 _COMPILE_WAIT_SECONDS = 0.01  # before answers take steps
 _log = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class Scheduler:
     def __init__(self, lm: LM, documents: Documents, max_rows: int, backend: Backend) -> None:
         self._lm, self._documents, self._pool = lm, documents, documents.pool
         self._batch = Batch(lm, documents.pool, max_rows, backend)
-        self._backend, self._reading = backend, list[Document]()
+        self._backend, self._reading, self._speed = backend, list[Document](), 0.0  # tokens times layers a second
         self._parts: Any = None  # of reading these: their tokens times layers
         self._programs: Future[Any] = Future()
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="tca-jax-compile")
@@ -310,12 +309,12 @@ class Scheduler:
 
     def _read_on(self) -> bool:
         """Reads on; false if nothing is read, or programs compile. Raises an error that may have consumed the pool."""
-        wanted, left = any(each.state == "waiting" for each in self._reading), _PART_TOKENS
+        wanted, begun, done = any(each.state == "waiting" for each in self._reading), time.perf_counter(), 0
         if not self._reading or (wanted and not self._programs.done()):
             return False
         try:
-            for done in self._parts if wanted else ():
-                if (left := left - done) < done:
+            for count in self._parts if wanted else ():
+                if (done := done + count) + count > self._speed * _PART_SECONDS:
                     break
             else:
                 self._end_reading()
@@ -324,6 +323,7 @@ class Scheduler:
         except Exception:
             self._end_reading()
             raise
+        self._speed = done / (time.perf_counter() - begun)
         return True
 
     def _append(self, document: Document, numbers: Numbers) -> Iterator[int]:

@@ -133,9 +133,9 @@ def over(lm, shape):
     return tca_jax.LM.from_decoder(lm.decoder, name="tiny", mesh=mesh)
 
 
-@pytest.mark.parametrize("part_tokens", [pytest.param(2**17, marks=pytest.mark.slow), 1])
-def test_mesh_answers_equal_one_device(tmp_path, monkeypatch, part_tokens):
-    monkeypatch.setattr("tca_jax.serve.scheduler._PART_TOKENS", part_tokens)
+@pytest.mark.parametrize("part_seconds", [pytest.param(60, marks=pytest.mark.slow), 0])
+def test_mesh_answers_equal_one_device(tmp_path, monkeypatch, part_seconds):
+    monkeypatch.setattr("tca_jax.serve.scheduler._PART_SECONDS", part_seconds)
     candidates, options = [[0, 5], [9, 13], [14, 2]], {"max_new_tokens": 20, **NEVER}
     lm = tiny_lm(config=dataclasses.replace(CONFIG, num_layers=len(candidates)))
     one, two = (with_candidates(each, candidates) for each in (lm, over(lm, (1, 2))))
@@ -172,7 +172,7 @@ def layered():
 @pytest.fixture
 def parts(monkeypatch):
     """Documents are read a layer at a time."""
-    monkeypatch.setattr("tca_jax.serve.scheduler._PART_TOKENS", 1)
+    monkeypatch.setattr("tca_jax.serve.scheduler._PART_SECONDS", 0)
     return Parts(monkeypatch)
 
 
