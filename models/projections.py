@@ -43,8 +43,8 @@ def by_chunks(function: Any, sizes: tuple[int, ...], *inputs: Array, in_place: b
     batch, length = inputs[0].shape[:2]
     tokens, step = batch * length, sum(sizes)
     if tokens <= max(sizes):
-        pad = lambda x: jnp.pad(x, [(0, 0), (0, room), *[(0, 0)] * (x.ndim - 2)])  # noqa: E731
-        return jax.tree.map(pad, function(*inputs)) if room else function(*inputs)
+        out = function(*inputs)
+        return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, room), *[(0, 0)] * (x.ndim - 2)]), out) if room else out
     flat_inputs = [x.reshape(-1, *x.shape[2:]) for x in inputs]
 
     def of_chunk(start: Any, size: int, results: Any = None) -> Any:
