@@ -159,7 +159,7 @@ class Layers:
         self._columns, self._room = 0, 0  # tokens of an octave's attention; tokens of a row that scores may keep
         of_prompts = None if layout is None else lm.cache_layout(layout.batch, layout.prompt_tokens)
         if of_prompts is not None and lm.method.cache.by_scores:
-            if of_prompts.has_ranked_blocks and len(tokens) == 1:
+            if of_prompts.has_ranked_blocks and len(tokens) == 1 and not calls.traced:
                 self._columns = max(tokens.shape[1], min(1 << (tokens.shape[1] - 1).bit_length(), _OCTAVE_TOKENS))
                 of_prompts = lm.cache_layout(1, self._columns)
             self._room = layout.shared_pages[0][0] * layout.block_size

@@ -1,9 +1,11 @@
 """Predicted worth in the engine: everything kept is full attention, feeding equals decoding, full rows keep less."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
-from tiny import random_prompt, tiny_lm
+from tiny import CONFIG, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
@@ -22,9 +24,8 @@ def profile():
     c, rng = tiny_lm().config, np.random.default_rng(0)
     maps = rng.normal(size=(c.num_layers, c.num_kv_heads, c.hidden_size + 1)).astype(np.float32)
     thresholds = np.quantile(rng.normal(size=9_999) * c.hidden_size**0.5, 1 - SHARES).astype(np.float32)
-    shares = np.full(maps.shape[:2], 0.2, np.float32)
-    found = WorthMaps(maps, thresholds, np.ones_like(shares), shares, shares)
-    return WorthProfile(found, 1.0, 1.0, (), (), None, "tiny")
+    share = np.full(maps.shape[:2], 0.2, np.float32)
+    return WorthProfile(WorthMaps(maps, thresholds, np.ones_like(share), share, share), 1.0, 1.0, (), (), None, "tiny")
 
 
 def test_everything_kept_is_full_attention(profile):
@@ -53,11 +54,9 @@ def test_fed_tokens_are_those_of_decoding(profile, tmp_path):
     assert out.stats.kv_cache_bytes < out.stats.full_kv_cache_bytes
     scores = score_answers(lm, [prompt], [out.tokens])
     np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
-    context = tca_jax.prefill(lm, prompt)
-    context.save(tmp_path)
-    over = tca_jax.generate(
-        lm, out.tokens[0][:100], context=tca_jax.Context.load(tmp_path), **OPTIONS | {"max_new_tokens": 40}
-    )
+    tca_jax.prefill(lm, prompt).save(tmp_path)
+    options = OPTIONS | {"max_new_tokens": 40, "context": tca_jax.Context.load(tmp_path)}
+    over = tca_jax.generate(lm, out.tokens[0][:100], **options)
     assert over.tokens[0][:40] == out.tokens[0][100:140]
 
 
@@ -74,6 +73,12 @@ def test_lengths_of_an_octave_share_decoding(profile, kept, half, monkeypatch):
     assert set(names) <= {half, "_read", "_begin", "_after_attention", "_end", "_fork", "<lambda>"}
 
 
+def test_traced_prompts_have_any_width(profile):
+    lm = tiny_lm(config=dataclasses.replace(CONFIG, max_positions=2**16)).with_profile(profile)
+    tokens, key = np.ones((1, 33_000), np.int32), jax.random.key(0)
+    jax.eval_shape(lambda n: tca_jax.generate_tokens(lm, tokens, n, key, max_new_tokens=2), tokens[0, :1])
+
+
 def test_other_profiles_contexts_are_refused(profile):
     lm = tiny_lm()
     context = tca_jax.prefill(lm.with_profile(profile.with_kept(0.3)), random_prompt(0, 600))
@@ -85,8 +90,7 @@ def test_each_head_keeps_a_reserve(profile):
     lm, prompt = tiny_lm().with_profile(profile.with_kept(0.05)), random_prompt(4, 1_100)
     kept = np.asarray(tca_jax.prefill(lm, prompt).rows.kept)
     assert (kept >= RESERVE).all()
-    ranked = lm.method.cache.num_ranked_blocks(len(prompt)) * BLOCK
-    expected = kept_tokens(lm, prompt)[..., :ranked].sum(axis=-1)
+    expected = kept_tokens(lm, prompt)[..., : lm.method.cache.num_ranked_blocks(len(prompt)) * BLOCK].sum(axis=-1)
     np.testing.assert_allclose(kept[:, 0], expected, atol=1)  # another program, whose scores a GPU rounds otherwise
 
 
