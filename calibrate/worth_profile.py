@@ -229,7 +229,7 @@ def holds(row: Mapping[str, float]) -> bool:
     """Whether a kept share holds the facts that full attention knows, and the following text.
 
     Of further facts, (right + 1) / (known + 2) are expected to stay right: Laplace's rule of succession. Copies and
-    following text show too little: models that knew no fact held both at 10%, and lost most of what was asked later.
+    following text show too little: by them two models that knew no fact took 10%, and lost 40 and 76 points later.
     """
     (answers, *_), known = _known(row, "facts") or [0.0], row.get("known")  # None in an older profile
     answers = answers if known is None else (answers * known + 1) / (known + 2)
