@@ -148,15 +148,15 @@ class Rows(PerDevice):
         Arrays are those of the layer, copies, or if not `sliced` those of all layers.
         """
         start = self.start if start is None else start
-        layer = runtime_number(layer)
+        part = runtime_number(layer)
         most = start + self.window_pages * self.page_size  # the queries' positions say where rows end
         table, kept = (x.reshape(-1, *x.shape[2:]) for x in (self.pages, self.kept))
-        found = [Pages(self.k, self.v, table, kept, start, most, self.columns, part=layer)]
+        found = [Pages(self.k, self.v, table, kept, start, most, self.columns, part=part)]
         if (scored := self.scored) is not None and (columns := scored.pages.shape[-1]):
             none = jnp.zeros_like(start)
             blocks = jnp.broadcast_to((start // self.page_size)[:, None], self.kept.shape).reshape(kept.shape)
             table, bias = (x.reshape(-1, *x.shape[2:]) for x in (scored.pages, scored.bias))
-            found.append(Pages(self.k, self.v, table, blocks, none, none, columns, bias, layer))
+            found.append(Pages(self.k, self.v, table, blocks, none, none, columns, bias, part))
         return tuple(pages.sliced() if sliced else pages for pages in found)
 
     def with_prompts(
