@@ -216,7 +216,7 @@ def chosen_kept(table: Sequence[Mapping[str, float]]) -> float:
 def chosen_selected(table: Sequence[Mapping[str, float]]) -> float:
     """The smallest selected share under which copies and facts inside a text stay near full attention's loss."""
     sparse = [row for row in table if row["attended"] < 0.999]  # a text that is read in full shows nothing
-    return _least("selected", sparse or table[-1:], lambda row: max([0.0, *_known(row, "copy", "fact")]) <= MOST_NATS)
+    return _least("selected", sparse or table[-1:], lambda row: np.nanmax([0.0, row["copy"], row["fact"]]) <= MOST_NATS)
 
 
 def _least(name: str, table: Sequence[Mapping[str, float]], fits: Callable[[Mapping[str, float]], bool]) -> float:
@@ -231,13 +231,9 @@ def holds(row: Mapping[str, float]) -> bool:
     Of further facts, (right + 1) / (known + 2) are expected to stay right: Laplace's rule of succession. Copies and
     following text show too little: by them two models that knew no fact took 10%, and lost 40 and 76 points later.
     """
-    (answers, *_), known = _known(row, "facts") or [0.0], row.get("known")  # None in an older profile
+    answers, known = float(np.nan_to_num(row["facts"])), row.get("known")  # NaN of none; None in an older profile
     answers = answers if known is None else (answers * known + 1) / (known + 2)
     return answers >= LEAST_KNOWN and row["following"] <= MOST_FOLLOWING
-
-
-def _known(row: Mapping[str, float], *names: str) -> list[float]:
-    return [row[name] for name in names if not math.isnan(row[name])]
 
 
 def doubt_of(table: Sequence[Mapping[str, float]], name: str) -> str | None:

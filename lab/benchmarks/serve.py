@@ -228,9 +228,9 @@ class Soak:
         """Memory of this process after a load, without documents: those that move make it swing by several."""
         end, clients = time.perf_counter() + seconds, self.load.rows + 2
         with ThreadPoolExecutor(clients) as pool:
-            for number in range(clients):
-                pool.submit(self._send, engine, random.Random(self.load.seed + number), end)
-        for document in engine.documents() if engine.idle(_SECONDS) else ():
+            pool.map(lambda number: self._send(engine, random.Random(self.load.seed + number), end), range(clients))
+        require(engine.idle(_SECONDS), f"the engine is not idle after {_SECONDS:.0f} seconds", TimeoutError)
+        for document in engine.documents():
             engine.forget(document.id)
         time.sleep(5)  # moves end
         gc.collect()

@@ -112,15 +112,16 @@ class Chunks(NamedTuple):
 
     tiles: Array  # tiles of a region
     counts: Array  # chunks of a region
+    ends: Array  # number past its last chunk; chunks are numbered region after region
     spans: tuple[Span, ...]  # its tokens in each cache
 
     def region_of(self, chunk: Array) -> Array:
-        """Region of a chunk; chunks are numbered region after region."""
-        return jnp.sum((jnp.cumsum(self.counts) <= chunk).astype(jnp.int32))
+        """Region of a chunk."""
+        return jnp.sum((self.ends <= chunk).astype(jnp.int32))
 
     def store(self, ends_ref: Any, counts_ref: Any) -> None:
-        """Writes the number past each region's last chunk, and how many it has, for merging."""
-        for ref, values in ((ends_ref, jnp.cumsum(self.counts)), (counts_ref, self.counts)):
+        """Writes where the chunks of each region end, and how many there are, for merging."""
+        for ref, values in ((ends_ref, self.ends), (counts_ref, self.counts)):
             pltriton.store(ref.at[self._lanes], values, mask=self._lanes < ref.shape[0])
 
     def of(self, region: Array, values: Array) -> Array:
@@ -130,7 +131,7 @@ class Chunks(NamedTuple):
     def tiles_of(self, chunk: Array, region: Array) -> tuple[Array, Array]:
         """First and past-the-last tile of a region's chunk; its tiles are numbered cache after cache."""
         tiles, chunks = self.of(region, self.tiles), self.of(region, self.counts)
-        part = chunk - self.of(region, jnp.cumsum(self.counts)) + chunks
+        part = chunk - self.of(region, self.ends) + chunks
         return lax.div(tiles * part, chunks), lax.div(tiles * (part + 1), chunks)
 
     @property
@@ -163,4 +164,5 @@ def split(plan: ChunkPlan, caches: tuple[Any, ...], first: Any, newest: Any) -> 
     total = jnp.sum(tiles)
     tight, safe = (jnp.maximum(divide_up(total, n), 1) for n in (plan.chunks, plan.chunks - plan.regions))
     fits = jnp.sum(divide_up(tiles, tight)) <= plan.chunks
-    return Chunks(tiles, divide_up(tiles, jnp.where(fits, tight, safe)), tuple(spans))
+    counts = divide_up(tiles, jnp.where(fits, tight, safe))
+    return Chunks(tiles, counts, jnp.cumsum(counts), tuple(spans))

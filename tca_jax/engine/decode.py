@@ -109,9 +109,7 @@ class Steps:
         x, (cos, sin) = decoder.embed(state.last[:, None]), decoder.angles(positions[:, None])
         inputs = list[Array]()
 
-        def of_layer(
-            weights: Any, x: Array, rows: Rows, layer: int | Array, known: Any
-        ) -> tuple[Array, Rows, Array | None]:
+        def of_layer(weights: Any, x: Array, rows: Rows, layer: int | Array, known: Any) -> tuple[Array, Rows, Any]:
             module = lm.layer(weights)
             normed = module.attention_norm(x) if policy.by_scores else None
 

@@ -130,7 +130,8 @@ def _are_short(lm: LM, tokens: Int[Array | np.ndarray, "B L"]) -> bool:
 
 
 def _read_layers(layers: Layers, sizes: RowSizes, then: Then | None) -> ReadRows:
-    rows, (logits, shares) = layers.run(sizes, then), layers.end()
+    rows = layers.run(sizes, then)
+    logits, shares = layers.end()
     return ReadRows(logits, rows, shares)
 
 
@@ -436,11 +437,12 @@ begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, 
 #: Queries and attention's output on a mesh.
 OUT = PartitionSpec(DATA, None, MODEL)
 _INPUTS: Any = OUT, OUT, OUT, PartitionSpec(DATA, MODEL)
-_STATE: Any = (ROWS, CACHES, ROWS, ROWS, SAME, SAME, SAME), (OUT, ROWS, CACHES)
+_STATE: Any = ROWS, CACHES, ROWS, ROWS, SAME, SAME, SAME
+_ATTENDED: Any = OUT, ROWS, CACHES
 _LAYER: Any = LAYER_WEIGHTS, ROWS, ROWS, ROWS
-attend_program = Program(OverMesh(_attend_layer, (*_LAYER, *_STATE[0]), _STATE[1]), donate=(5, 6), one_layer=True)
+attend_program = Program(OverMesh(_attend_layer, (*_LAYER, *_STATE), _ATTENDED), donate=(5, 6), one_layer=True)
 _project_program = Program(OverMesh(_project, (*_LAYER, SAME), _INPUTS), one_layer=True)
-_attention_program = Program(OverMesh(_attend_octave, (_INPUTS, *_STATE[0]), _STATE[1]), donate=(2, 3), one_layer=True)
+_attention_program = Program(OverMesh(_attend_octave, (_INPUTS, *_STATE), _ATTENDED), donate=(2, 3), one_layer=True)
 after_program = Program(OverMesh(_after_attention, (LAYER_WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), one_layer=True)
 end_program = Program(OverMesh(_end, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
