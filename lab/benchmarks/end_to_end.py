@@ -93,8 +93,7 @@ def row_of(lm: LM, name: str, tokens: int, stats: Sequence[tca_jax.Stats], given
         row |= {"ms/token": 1e3 * step, "ms/token speed-up": ""}
         row["over byte floor"] = step * devices * given.copied / read
     weights = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(lm.params))
-    held = weights + last.kv_cache_bytes_per_device
-    return row | {"KV GB": last.kv_cache_bytes / 1e9, "GB per device": held / 1e9}
+    return row | {"KV GB": last.kv_cache_bytes / 1e9, "GB per device": (weights + last.kv_cache_bytes_per_device) / 1e9}
 
 
 def measure_questions(
@@ -168,9 +167,8 @@ def main(
     common.check_lengths(lengths, config, out)
     meshes: list[Mesh | None] = [parse_mesh(text, "--mesh") for text in mesh or ()] or [None]
     batch = rows * math.lcm(*(axis_size(devices, DATA) for devices in meshes))  # the same prompts on every mesh
-    rates = common.copy_rate(repeats), common.product_rate(repeats)
-    given = Conditions(batch, new_tokens, backend, repeats, *rates)
-    sizes = {**dataclasses.asdict(given), "copied": rates[0] / 1e9, "multiplied": rates[1] / 1e12}
+    given = Conditions(batch, new_tokens, backend, repeats, common.copy_rate(repeats), common.product_rate(repeats))
+    sizes = {**dataclasses.asdict(given), "copied": given.copied / 1e9, "multiplied": given.multiplied / 1e12}
     note = NOTE.format(**sizes, shares=shapes.describe_shares(config))
     results = common.Results(out, name, "Whole models, from prompt to answer", note)
     for model, devices, stored in itertools.product(models, meshes, fp8 or [Stored.NOTHING]):

@@ -23,8 +23,9 @@ import numpy as np
 import typer
 
 import tca_jax
-from tca_jax.cli.options import BackendOption, with_options
+from tca_jax.cli.options import BackendOption, MeshOption, with_options
 from tca_jax.engine.lm import LM
+from tca_jax.engine.placement import parse_mesh
 from tca_jax.errors import require
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
@@ -102,11 +103,11 @@ class Served:
             read += length
         self.bytes_each = statistics.mean(self.engine.document(id_).num_bytes for id_ in self.ids)
         self.documents: common.Row = {"documents": len(self.ids), "GB each": self.bytes_each / 1e9}
-        self.documents["fit"] = pages * len(self.ids) // (pages - self.engine.document_pages.free)
-        self.documents["read s"] = statistics.median(seconds)
+        fit = pages * len(self.ids) // (pages - self.engine.document_pages.free)
+        self.documents |= {"fit": fit, "read s": statistics.median(seconds)}
 
     def time_steps(self, rows: int, copied: float) -> common.Row:
-        """A decoding step with `rows` answers about different documents; `copied` is the rate of the floor."""
+        """A decoding step with `rows` answers about different documents; `copied` is the rate of its floor."""
         ids = [self.ids[i % len(self.ids)] for i in range(rows)]
         streams = [self._ask(id_, 2 * STEPS + 4 * rows) for id_ in ids]
         for stream in streams:
@@ -277,6 +278,7 @@ def main(
     minutes: Annotated[
         float | None, typer.Option(help="Soak: check every answer for so long, and that memory stays flat.", min=0.01)
     ] = None,
+    mesh: MeshOption = None,
     backend: BackendOption = "auto",
     window: common.WindowOption = tca_jax.TCAConfig.window,
     out: common.OutOption = common.RESULTS,
@@ -296,12 +298,13 @@ def main(
     require(not profile or model not in shapes.CONFIGS, random_weights)
     if minutes:  # a row's tokens must not depend on the number of rows
         jax.config.update("jax_default_matmul_precision", "highest")
+    options = {"mesh": parse_mesh(mesh, "--mesh") if mesh else None, "dtype": "float32" if minutes else None}
     positions = {"max_positions": max(load.longest, load.prompt_tokens) + load.room}
-    lm = shapes.open_model(model, profile, sizes=positions, dtype="float32" if minutes else None)
+    lm = shapes.open_model(model, profile, sizes=positions, **options)
     shares = shares or ([] if profile or worth else [0.25, 0.1])
     tested = shapes.named_models(lm, config, shares, worth or (), load.longest)
-    sizes = dataclasses.asdict(load) | {"longest": load.longest, "steps": STEPS}
-    sizes["shares"] = shapes.describe_shares(config)
+    shares_text = shapes.describe_shares(config)
+    sizes = dataclasses.asdict(load) | {"longest": load.longest, "steps": STEPS, "shares": shares_text}
     if minutes:
         results = common.Results(out, name, f"Soak of {lm.name}", SOAK_NOTE.format(**sizes))
         attention, of_method = list(tested.items())[-1]
@@ -311,12 +314,12 @@ def main(
         results.finish("Failed: " + "; ".join(problems) + "." if problems else "Nothing failed.")
         require(not problems, "; ".join(problems))
         return
-    copied = common.copy_rate(_COPY_REPEATS)
+    copied = common.copy_rate(_COPY_REPEATS) * (1 if lm.mesh is None else lm.mesh.size)
     results = common.Results(out, name, f"Serving {lm.name}", NOTE.format(**sizes, copied=copied / 1e9))
     for attention, of_method in tested.items():
         served = Served(of_method, load, backend)
         with served.engine:
-            results.add("Documents", {"attention": attention, **served.documents})
+            results.add("Documents", {"attention": attention, **shapes.mesh_entry(lm), **served.documents})
             for each in sorted({1, min(load.rows, len(served.ids))}):
                 results.add("Steps", {"attention": attention, **served.time_steps(each, copied)})
             for per_second in rate or [4.0]:

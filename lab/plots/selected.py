@@ -119,8 +119,7 @@ def draw(
                 page.add_patch(Rectangle(corner, width, 1, fill=False, edgecolor=MARK_COLOR))
     title = f"Tokens {start:,} to {start + shown - 1:,}, shaded by the heads that keep them"
     page.set_title(f"{title} ({len(counted)} of {layers * heads} heads)", fontsize=10)
-    bar = figure.colorbar(shades, ax=page, pad=0.01, format=PercentFormatter(1.0))
-    bar.set_label("heads that keep the token")
+    figure.colorbar(shades, ax=page, pad=0.01, format=PercentFormatter(1.0), label="heads that keep the token")
     return figure
 
 
