@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tca_jax.engine.lm import KV, LM
-from tca_jax.engine.placement import balanced_orders
+from tca_jax.engine.placement import BALANCED_TOKENS, balanced_orders
 from tca_jax.errors import UserError, explaining, is_finite_number, require, require_type
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.config import ModelConfig, read_config
@@ -95,9 +95,8 @@ class Checkpoint:
         _enable_compilation_cache()
         orders = None
         if mesh is not None and profile is not None:  # read where the profile wants them, no KV head has to be moved
-            c = self.config
-            sizes = c.num_layers, c.num_kv_heads, axis_size(mesh, MODEL), c.max_context
-            orders = balanced_orders(profile.method().cache, *sizes)
+            kept = profile.kept_share(min(self.config.max_context, BALANCED_TOKENS))
+            orders = balanced_orders(kept, axis_size(mesh, MODEL))
         loaded = load_checkpoint(self.folder, self.config, dtype, progress, mesh, orders, weights)
         about: dict[str, Any] = {"name": self.name, "checkpoint_fingerprint": loaded.fingerprint}
         about |= {name: getattr(self, name) for name in ("tokenizer", "eos_token_ids", "pad_token_id")}

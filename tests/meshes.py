@@ -15,6 +15,7 @@ from tiny import CONFIG, TCA
 
 import tca_jax
 from tca_jax.engine.placement import balanced_orders
+from tca_jax.methods.candidates import kept_share
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import axis_size, device_graphdef
 
@@ -52,9 +53,8 @@ def lm_of(
     lm = tca_jax.LM.from_decoder(decoder, mesh=mesh, name=name)
     if mesh is None:
         return lm
-    sizes = config.num_layers, kv_heads, axis_size(lm.mesh, MODEL), config.max_positions
-    policy = with_tca(lm_of(None, group, kv_heads, dtype, **changes), rows).method.cache
-    orders = balanced_orders(policy, *sizes)
+    candidates = np.array(with_tca(lm, rows).method.cache.candidates, np.int32)
+    orders = balanced_orders(kept_share(TCA, config.max_positions, candidates), axis_size(lm.mesh, MODEL))
     return tca_jax.LM.from_decoder(with_heads(lm.decoder, orders), mesh=mesh, head_orders=orders, name=name)
 
 

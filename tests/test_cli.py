@@ -137,8 +137,7 @@ def test_calibrate_fits_predicted_worth(tmp_path):
     [(50, 8, [0]), (100, 8, [0]), (199, 8, [0]), (250, 8, [0, 150]), (10_000, 3, [0, 4950, 9900]), (250, 1, [0])],
 )
 def test_texts_of_a_long_file(length, count, starts):
-    ids = list(range(length))
-    found = _spread(ids, 100, count)
+    found = _spread(list(range(length)), 100, count)
     assert [text[1] - 1 for text in found] == starts
     assert {len(text) for text in found} == {min(length, 100)}
     assert {text[0] for text in found} == {0}  # the token that begins each text

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from meshes import mesh_of, needs_8_devices
+from profiles import make_worth_profile
 from tiny import CONFIG, TCA, random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
@@ -93,8 +94,7 @@ def test_an_alias_downloads_its_repository_once(folder, monkeypatch):
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    lm = tca_jax.load(alias, revision="abc")
-    assert lm.name == alias
+    assert tca_jax.load(alias, revision="abc").name == alias
     assert asked == [("Qwen/Qwen2.5-7B", "abc")]
     assert len(set(ALIASES.values())) == len(ALIASES) == 10 + 14 + 11 + 6 + 12
     others = ("llama3.2-1b-instruct", "qwen3-8b-base", "smollm2-135m")
@@ -131,13 +131,16 @@ def test_loading_needs_no_torch():
 
 @needs_8_devices
 def test_heads_are_read_where_the_profile_wants_them(tmp_path):
-    rows = np.array([[14, 14, 0, 0], [0, 3, 14, 14]])  # on two devices, one would have both dense heads of a layer
-    config = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=4)
+    # On two devices, one would have both dense heads of a layer.
+    rows, worth = np.array([[14, 14, 0, 0], [0, 3, 14, 14]], np.int32), make_worth_profile(2, 4, CONFIG.hidden_size)
+    config = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=4, max_positions=2**14)
     save_decoder(tmp_path, Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)), jnp.float32)
     alone = tca_jax.load(tmp_path)
     profile = dataclasses.replace(Profile.uniform(TCA, 2, 4, 0), candidates=rows, fingerprint=alone.fingerprint)
-    lm = tca_jax.load(tmp_path, profile=profile, mesh=mesh_of((1, 2)))
+    worth = dataclasses.replace(worth, maps=dataclasses.replace(worth.maps, shares=np.float32(rows / 15)))
+    lm, by_worth = (tca_jax.load(tmp_path, profile=each, mesh=mesh_of((1, 2))) for each in (profile, worth))
     assert lm.fingerprint == alone.fingerprint
+    assert lm.head_orders == by_worth.head_orders
     for layer, order in enumerate(lm.head_orders):
         dense = rows[layer][list(order)] == 14
         assert dense[:2].sum() == dense[2:].sum() == 1  # one on each device

@@ -51,8 +51,7 @@ class Plan:
         heads, small = shapes.CONFIGS[self.model].num_kv_heads, {"hidden_size": 64, "intermediate_size": 64}
         sizes = {"num_layers": 1, "num_heads": heads, "vocab_size": 256, "max_positions": tokens, **small}
         lm = shapes.random_model(self.model, sizes=sizes, dtype="bfloat16", kv=self.kv).with_method(self.method)
-        prompts = np.random.default_rng(tokens).integers(0, 256, (self.rows, tokens - 1))
-        return tca_jax.prefill(lm, list(prompts)).rows
+        return tca_jax.prefill(lm, list(np.random.default_rng(tokens).integers(0, 256, (self.rows, tokens - 1)))).rows
 
     def row(self, rows: Rows, seconds: float, copied: float) -> common.Row:
         """Columns of a step that takes `seconds`; `copied` is the rate of the floor."""

@@ -174,8 +174,6 @@ def main(
     for model, devices, stored in itertools.product(models, meshes, fp8 or [Stored.NOTHING]):
         options: dict[str, Any] = {"mesh": devices}
         options |= {part: "fp8" if stored in (part, "both") else None for part in ("weights", "kv")}
-        if shares and (shape := shapes.CONFIGS.get(model)):
-            options["policy"] = shapes.tca_with(shares[-1], config, shape.num_kv_heads, shape.num_layers).cache
         options["sizes"] = {"max_positions": max(lengths) + new_tokens + QUESTION_TOKENS}
         opened = functools.partial(shapes.open_model, model, profile, **options)
         if (lm := common.fitted(opened, f"the weights of {model}, {stored} in fp8")) is None:

@@ -17,7 +17,7 @@ import numpy as np
 import typer
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 import tca_jax
 from tca_jax import methods
@@ -29,7 +29,7 @@ from tca_jax.engine.placement import balanced_orders
 from tca_jax.errors import require
 from tca_jax.lab.benchmarks.common import random_normal
 from tca_jax.methods import BASELINE
-from tca_jax.methods.base import CachePolicy, Method
+from tca_jax.methods.base import Method, per_head
 from tca_jax.methods.candidates import budget_sizes, candidate_distributions
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.worth import BLOCK
@@ -42,6 +42,7 @@ from tca_jax.models.sharding import DATA, axis_size, check_mesh, settled
 
 _STD = 0.02
 _DEVIATIONS = 8  # largest e4m3 code over the deviation of random codes
+_RANDOM = "random weights"
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -118,10 +119,21 @@ def named_models(
     lm: LM, config: TCAConfig, shares: Sequence[float], worth: Sequence[float], tokens: int, **options: Any
 ) -> dict[str, LM]:
     """A model under `named_methods`, under the profile that it was opened with, and under predicted worth."""
-    tested = named_methods(config, shares, lm.config.num_kv_heads, lm.config.num_layers, **options)
-    found = {name: lm.with_method(method) for name, method in tested.items()}
+    layers = lm.config.num_layers
+    tested = named_methods(config, shares, lm.config.num_kv_heads, layers, **options)
+    found = dict[str, LM]()
+    for name, method in tested.items():
+        sizes = [per_head(method.cache.capacities(i, tokens), lm.config.num_kv_heads, name) for i in range(layers)]
+        found[name] = balanced(lm, np.array(sizes) / tokens).with_method(method)
     own = {} if lm.method == BASELINE else {"profile": lm}
     return {**found, **own, **{f"worth {kept:g}": with_worth(lm, kept, tokens) for kept in worth}}
+
+
+def balanced(lm: LM, kept: Float[np.ndarray, "layers Hkv"]) -> LM:
+    """On a mesh, the model with KV heads in an order that balances these kept shares: random weights fit any order."""
+    if lm.mesh is None or lm.checkpoint_fingerprint != _RANDOM:
+        return lm
+    return dataclasses.replace(lm, head_orders=balanced_orders(kept, axis_size(lm.mesh, MODEL)))
 
 
 #: Shares of the tokens that KV heads keep where all heads keep a fifth, largest first: even quantiles of
@@ -140,9 +152,10 @@ def with_worth(lm: LM, kept: float, tokens: int) -> LM:
     maps[..., -1] = means.reshape(maps.shape[:2])
     grid = np.linspace(8, -8, 1001)
     thresholds = np.interp(SHARES, normal(means - grid[:, None]).mean(axis=1), grid)
-    of_heads = np.ones(maps.shape[:2], np.float32)
-    worth = WorthMaps(maps.astype(np.float32), thresholds.astype(np.float32), of_heads, of_heads, 0.2 * of_heads)
-    found = lm.with_profile(WorthProfile(worth, kept, _SELECTED, (), (), None, lm.name))
+    of_heads = np.ones(maps.shape[:2])
+    wide = (x.astype(np.float32) for x in (maps, thresholds, of_heads, of_heads, normal(maps[..., -1])))
+    profile = WorthProfile(WorthMaps(*wide), kept, _SELECTED, (), (), None, lm.name)
+    found = balanced(lm, profile.kept_share(tokens)).with_profile(profile)
 
     def reading(mass: float) -> LM:
         read = found.settings.read._replace(mass=jnp.full(c.num_layers, mass, jnp.float32))
@@ -194,12 +207,11 @@ def random_model(
     *,
     sizes: Mapping[str, Any] = MappingProxyType({}),  # other fields of its config
     mesh: Mesh | None = None,
-    policy: CachePolicy | None = None,
     dtype: str | None = None,
     weights: str | None = None,
     kv: str | None = None,
 ) -> LM:
-    """A model with normal(0.02) weights, no tokenizer and no stop token; devices share KV heads as `policy` needs."""
+    """A model with normal(0.02) weights, no tokenizer and no stop token."""
     config = dataclasses.replace(CONFIGS[name], **sizes)
     if mesh is not None:
         check_mesh(mesh, config, name)
@@ -213,12 +225,8 @@ def random_model(
         for parameter, one_key in zip(found, jax.random.split(jax.random.key(0), len(found)), strict=True)
     }
     decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(drawn))
-    orders = None
-    if mesh is not None and policy is not None:
-        shards = axis_size(mesh, MODEL)
-        orders = balanced_orders(policy, config.num_layers, config.num_kv_heads, shards, config.max_context)
-    lm = LM.from_decoder(decoder, mesh=mesh, head_orders=orders, name=name, kv=kv)
-    return dataclasses.replace(lm, checkpoint_fingerprint="random weights")
+    lm = LM.from_decoder(decoder, mesh=mesh, name=name, kv=kv)
+    return dataclasses.replace(lm, checkpoint_fingerprint=_RANDOM)
 
 
 def weight_bytes(lm: LM) -> int:

@@ -134,8 +134,7 @@ def titled_tables(
     """Markdown tables by model, device and length, a row for each method that has `cells`, which join its shares."""
     tables, groups = [], collections.defaultdict[Any, Any](lambda: collections.defaultdict(list))
     for record in sorted(records, key=lambda r: (r["model"], r["device"], r["tokens"], r["method"], r["share"] or 0)):
-        group = groups[record["model"], record["device"], record["tokens"]]
-        group[record["method"], record["share"]].append(record)
+        groups[record["model"], record["device"], record["tokens"]][record["method"], record["share"]].append(record)
     for (model, device, tokens), methods in groups.items():
         rows: dict[str, list[tuple[float | None, list[str]]]] = collections.defaultdict(list)
         for (method, share), of_method in methods.items():

@@ -109,8 +109,7 @@ def _trials(tuning: Tuning, spec: MethodSpec, builder: Builder, full: Mapping[st
             continue
         figures = _measure(lm, builder.texts())
         excess = sum(figures[name] - full[name] for name in ("loss_inside", "loss_following"))
-        held = held_share(lm, tokens)
-        trials.append({"spec": point.label, "excess": excess, **figures, "held_share": held})
+        trials.append({"spec": point.label, "excess": excess, **figures, "held_share": held_share(lm, tokens)})
         if len(trials) == tuning.trials:
             break
     return trials

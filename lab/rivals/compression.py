@@ -121,8 +121,7 @@ class PromptCompression(GrowingCache):
 
 def over_heads(of_head: Callable[..., Any], q: Float[Array, "B O Hq d"], *kv: Float[Array, "B _ Hkv d"]) -> Any:
     """Results `[B, Hkv, ...]` of a function of one KV head after another: its queries `[B, O, G, d]`, its k, and v."""
-    queries = q.reshape(*q.shape[:2], kv[0].shape[2], -1, q.shape[-1])
-    heads = tuple(jnp.moveaxis(x, 2, 0) for x in (queries, *kv))
+    heads = tuple(jnp.moveaxis(x, 2, 0) for x in (q.reshape(*q.shape[:2], kv[0].shape[2], -1, q.shape[-1]), *kv))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), jax.lax.map(lambda head: of_head(*head), heads))
 
 

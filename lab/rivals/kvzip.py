@@ -53,8 +53,7 @@ class KVzipCache(PromptCompression):
         return dataclasses.replace(self, repetition=Repetition(self.repetition.chunk, self.repetition.sinks, *ids))
 
     def capacities(self, layer: int, prompt_tokens: int) -> int:
-        base = PromptCompression if self.level == "uniform" else GrowingCache
-        return base.capacities(self, layer, prompt_tokens)
+        return (PromptCompression if self.level == "uniform" else GrowingCache).capacities(self, layer, prompt_tokens)
 
     def shared_capacities(self, prompt_tokens: int, num_layers: int, num_kv_heads: int) -> tuple[int, ...] | None:
         of_layer = num_kv_heads * super().capacities(0, prompt_tokens)

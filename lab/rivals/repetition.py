@@ -157,8 +157,7 @@ def _keep(
 ) -> Rows:
     """Rows with the tokens that stay."""
     policy: Any = lm.method.cache  # a KVzipCache
-    heads = [lm.heads(layer) for layer in range(len(scores))]
-    selections = policy.select_repeated(heads, jnp.stack(scores), lengths)
+    selections = policy.select_repeated([lm.heads(layer) for layer in range(len(scores))], jnp.stack(scores), lengths)
     positions = jnp.broadcast_to(jnp.arange(layout.prompt_tokens), (len(lengths), layout.prompt_tokens))
 
     def of_layer(layer: Int[Array, ""], rows: Rows) -> Rows:

@@ -110,8 +110,7 @@ class OverMesh:
         # `check_vma` would put the mesh axes over which values vary into their types, and each loop would have to begin
         # with values of the types that it ends with. Values that are replicated over an axis stay replicated.
         options: Any = {"mesh": mesh, "in_specs": (list(itertools.compress(specs, filled)),), "check_vma": False}
-        mapped = jax.shard_map(on_device, **options, out_specs=self._outputs)
-        return mapped(list(itertools.compress(leaves, filled)))
+        return jax.shard_map(on_device, **options, out_specs=self._outputs)(list(itertools.compress(leaves, filled)))
 
     def _inputs_of(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         def of_layer(weights: Any) -> Any:

@@ -289,8 +289,7 @@ class Rows(PerDevice):
 
     def leaving_keys(self, layer: int | Array, dtype: Any) -> Array:
         """Keys [R, H, b, d] of the window's oldest block."""
-        numbers = _of_layer(self.pages, runtime_number(layer))[..., self.columns]
-        return decode(jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), self.k), dtype)
+        return decode(_read_first(self.k, _of_layer(self.pages, runtime_number(layer))[..., self.columns]), dtype)
 
     def evict(
         self,
@@ -307,7 +306,7 @@ class Rows(PerDevice):
         table, kept, free = _of_layer(self.pages, layer), _of_layer(self.kept, layer), self.free
         oldest, out, stays = table[..., columns], leaving[:, None], leaving[:, None, None] & chosen
         pools, had = (self.k, self.v), -(-kept // b)
-        blocks = jax.tree.map(lambda x: x.at[oldest].get(mode="clip"), pools)
+        blocks = _read_first(pools, oldest)
         kept_pages = table[..., :columns]
         if columns:
             counts = stays.sum(axis=-1, dtype=jnp.int32)
@@ -437,8 +436,8 @@ class Rows(PerDevice):
             blocks = jnp.broadcast_to((rows.start // b)[:, None], rows.kept.shape)
             scored = scored._replace(pages=copied(scored.pages, blocks // b, blocks % b > 0))
         old, new = (jnp.concatenate([x.ravel() for x in each]) for each in zip(*copies, strict=True))
-        k, v = jax.tree.map(lambda x: x.at[new].set(x[old], mode="drop"), (self.k, self.v))
-        pages = jnp.concatenate([kept, window], axis=-1)
+        pools, pages = (self.k, self.v), jnp.concatenate([kept, window], axis=-1)
+        k, v = jax.tree.map(lambda x, begun: x.at[new].set(begun, mode="drop"), pools, _read_first(pools, old))
         return dataclasses.replace(rows, k=k, v=v, free=free, pages=pages, scored=scored)
 
     @property
@@ -495,6 +494,11 @@ def _put(x: Array, new: Array, *place: Any) -> Array:
         return new.astype(x.dtype)
     new = new.astype(x.dtype).reshape(*(1,) * (x.ndim - new.ndim), *new.shape)
     return jax.lax.dynamic_update_slice(x, new, (*place, *(0,) * (x.ndim - len(place))), allow_negative_indices=False)
+
+
+def _read_first(pool: Any, numbers: Array) -> Any:
+    """Pages, read by a kernel of its own: on a mesh, XLA would copy a pool that one kernel reads and writes."""
+    return jax.lax.optimization_barrier(jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), pool))
 
 
 def _as_pages(x: Float[Array, "B n H d"], b: int) -> Float[Array, "B H pages b d"]:

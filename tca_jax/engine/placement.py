@@ -8,16 +8,15 @@ import re
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from tca_jax.engine.mesh import Orders
 from tca_jax.errors import UserError, require
-from tca_jax.methods.base import CachePolicy, per_head
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA, whole_mesh
 
 #: Most tokens of the prompts whose caches are balanced.
-_BALANCED_TOKENS = 2**17
+BALANCED_TOKENS = 2**17
 
 
 def parse_mesh(text: str, argument: str) -> Mesh:
@@ -37,15 +36,14 @@ def parse_mesh_shape(text: str, argument: str) -> tuple[int, int]:
     return int(sizes[1]), int(sizes[2])
 
 
-def balanced_orders(policy: CachePolicy, num_layers: int, num_kv_heads: int, devices: int, max_context: int) -> Orders:
+def balanced_orders(kept: Float[np.ndarray, "layers Hkv"], devices: int) -> Orders:
     """An order of each layer's KV heads in which the devices' caches are about as large, in each layer and in all.
 
     In a layer, heads sit together as in `_balanced_order`, for devices wait for each other there. Such groups are dealt
     out, the largest first, each to the device that has least and none of that layer. The model's own order stays where
-    the other has devices neither wait less for each other, nor as long and hold less.
+    the other has devices neither wait less for each other, nor as long and hold less. `kept` are shares of tokens.
     """
-    tokens, name = min(max_context, _BALANCED_TOKENS), type(policy).__name__
-    loads = np.array([per_head(policy.capacities(i, tokens), num_kv_heads, name) for i in range(num_layers)])
+    (num_layers, num_kv_heads), loads = kept.shape, np.rint(BALANCED_TOKENS * kept).astype(np.int64)
 
     def by_device(orders: Int[np.ndarray, "layers Hkv"]) -> Int[np.ndarray, "layers devices"]:
         return np.take_along_axis(loads, orders, axis=1).reshape(num_layers, devices, -1).sum(axis=2)
@@ -63,8 +61,7 @@ def balanced_orders(policy: CachePolicy, num_layers: int, num_kv_heads: int, dev
         device = min(np.flatnonzero(dealt[layer] < 0).tolist(), key=held.__getitem__)
         dealt[layer, device] = group
         held[device] += sums[layer, group]
-    groups = grouped.reshape(num_layers, devices, -1)
-    found = np.take_along_axis(groups, dealt[..., None], axis=1).reshape(loads.shape)
+    found = np.take_along_axis(grouped.reshape(num_layers, devices, -1), dealt[..., None], axis=1).reshape(loads.shape)
     own = np.tile(np.arange(num_kv_heads), (num_layers, 1))
     return tuple(map(tuple, (own if cost(own) <= cost(found) else found).tolist()))
 

@@ -282,6 +282,5 @@ def test_a_signal_ends_the_command(folder, tmp_path, number, code):
                 assert process.wait(30) == code
         assert "Traceback" not in process.stderr.read()
         assert time.monotonic() - start < 15
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {document}
+    assert {path.name for path in tmp_path.iterdir()} == {document}
     assert {*os.listdir(tmp_path / document)} == {"context", "document.json"}
