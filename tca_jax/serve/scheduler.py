@@ -237,7 +237,8 @@ class Scheduler:
             if request.slot is None:  # the error of another row has ended it
                 continue
             with self._failing(request):
-                read.require_finite(self._lm, np.array([finite]), "prompts", [request.tokens].__getitem__)
+                if not finite:  # a long document's tokens take as long to join as a step
+                    read.require_finite(self._lm, np.array([finite]), "prompts", [request.tokens].__getitem__)
                 if done or request.streamed >= request.max_new_tokens:
                     self._leave(request, "stop" if done else "length")
                 elif new:
