@@ -20,8 +20,7 @@ INTERPRET = jax.default_backend() != "gpu"
 
 def implementation(operation: str, backend: str, *, interpret: bool = INTERPRET) -> Callable[..., Any]:
     """The function of one backend; `interpret` matters to Triton alone."""
-    module = importlib.import_module(f"tca_jax.pallas_kernels.{operation}.{backend}")
-    function = getattr(module, operation)
+    function = getattr(importlib.import_module(f"tca_jax.pallas_kernels.{operation}.{backend}"), operation)
     return functools.partial(function, interpret=True) if interpret and backend == "triton" else function
 
 

@@ -59,8 +59,7 @@ def observation_scores(q_last, k, spread, decay=0.98):
     observed = np.zeros(len(k))
     for position, q in enumerate(q_last, len(k) - len(q_last)):
         if position >= 0:
-            keys = k[: position + 1]
-            most = softmax(q @ keys.T / math.sqrt(k.shape[-1])).max(axis=0)
+            most = softmax(q @ k[: position + 1].T / math.sqrt(k.shape[-1])).max(axis=0)
             observed[: position + 1] = np.maximum(observed[: position + 1], most)
     return np.array([max(decay**a * observed[j - a] for a in range(min(spread, j + 1))) for j in range(len(k))])
 

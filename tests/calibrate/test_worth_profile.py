@@ -127,8 +127,7 @@ def test_a_profile_fits_its_model_alone():
     ],
 )
 def test_the_smallest_share_that_holds_is_kept(rows, kept):
-    names = ("kept", "facts", "copies", "following")
-    table = [dict(zip(names, row, strict=True)) for row in rows]
+    table = [dict(zip(("kept", "facts", "copies", "following"), row, strict=True)) for row in rows]
     assert chosen_kept(table) == kept
 
 

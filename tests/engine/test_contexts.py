@@ -65,8 +65,7 @@ def test_contexts_equal_one_long_prompt(full, method, options, tokens, piece, mo
 @pytest.mark.integration
 @pytest.mark.parametrize("over", ["nothing", "a context"])
 def test_samples_are_rows_of_one_prompt(sparse, context, over):
-    held = None if over == "nothing" else context
-    options = {"temperature": 1.3, "seed": 5, "context": held, **OPTIONS}
+    options = {"temperature": 1.3, "seed": 5, "context": None if over == "nothing" else context, **OPTIONS}
     samples = tca_jax.generate(sparse, QUESTIONS[:2], num_samples=3, **options)
     rows = tca_jax.generate(sparse, [question for question in QUESTIONS[:2] for _ in range(3)], **options)
     assert samples.tokens == rows.tokens

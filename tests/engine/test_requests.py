@@ -95,8 +95,7 @@ def test_min_new_tokens_delays_stop_tokens(lm):
     prompts = [random_prompt(i, 40) for i in range(3)]
     options = {"max_new_tokens": 24, "temperature": 2.0}
     stops = list(range(60))  # likely soon
-    early = tca_jax.generate(lm, prompts, stop_token_ids=stops, **options)
-    assert min(early.stats.new_tokens) < 10
+    assert min(tca_jax.generate(lm, prompts, stop_token_ids=stops, **options).stats.new_tokens) < 10
     late = tca_jax.generate(lm, prompts, stop_token_ids=stops, min_new_tokens=10, **options)
     assert min(late.stats.new_tokens) >= 11
     assert not {token for tokens in late.tokens for token in tokens[:10]} & set(stops)
@@ -182,8 +181,7 @@ def test_a_stop_token_counts_after_the_least(lm, least, tokens):
 def test_pieces_never_repeat(lm, parts, stop):
     reader, sent = reader_of(lm, parts, stop), ""
     for step in range(1, len(parts) + 1):
-        answer = reader.read(list(range(step)))
-        sent += reader.piece(answer, len(sent), finished=step == len(parts))
+        sent += reader.piece(reader.read(list(range(step))), len(sent), finished=step == len(parts))
     assert sent == b"".join(parts).decode(errors="replace")
 
 

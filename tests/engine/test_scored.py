@@ -56,8 +56,7 @@ def test_fed_tokens_are_those_of_decoding(profile, tmp_path):
     np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
     tca_jax.prefill(lm, prompt).save(tmp_path)
     options = OPTIONS | {"max_new_tokens": 40, "context": tca_jax.Context.load(tmp_path)}
-    over = tca_jax.generate(lm, out.tokens[0][:100], **options)
-    assert over.tokens[0][:40] == out.tokens[0][100:140]
+    assert tca_jax.generate(lm, out.tokens[0][:100], **options).tokens[0][:40] == out.tokens[0][100:140]
 
 
 @pytest.mark.parametrize(("kept", "half"), [(None, "_attend_layer"), (0.3, "_project")])

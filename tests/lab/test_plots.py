@@ -55,8 +55,7 @@ def test_selected_shades_heads_and_outlines_a_span():
     np.testing.assert_allclose(shades[100:110], 2 / 3)
     page = selected.draw(kept, "x" * 500, span=(200, 209)).axes[1]
     assert "(4 of 4 heads)" in page.get_title()  # the dense head alone keeps the span
-    outlined = [patch for patch in page.patches if not patch.get_fill()]
-    assert sum(patch.get_width() for patch in outlined) == 9
+    assert sum(patch.get_width() for patch in page.patches if not patch.get_fill()) == 9
 
 
 CONFIG = tca_jax.TCAConfig(window=32, block_size=16, reserve=5, observation=8, spread=2)

@@ -54,8 +54,7 @@ def test_chunks_of_tokens_change_nothing(chunk, config, monkeypatch):
     arguments = (*nnx.split(make(config)), *inputs(config))
     program = str(jax.make_jaxpr(hidden_states, static_argnums=0)(*arguments))
     assert program.count("scan[") == 2 * config.num_layers  # before attention and after it
-    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
-    jax.tree.map(close, hidden_states(*arguments), whole)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), hidden_states(*arguments), whole)
 
 
 def test_norms_round_once(config):

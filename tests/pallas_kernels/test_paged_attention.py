@@ -73,8 +73,7 @@ def _round(rng, cache):
         tokens[:] = seen[:, table[at][places // page], places % page]
     for (row, head), tokens in cache.window.items():
         for p in tokens:
-            column = c + (p - int(pages.start[row])) // page
-            tokens[p] = seen[:, table[row, head, column], p % page]
+            tokens[p] = seen[:, table[row, head, c + (p - int(pages.start[row])) // page], p % page]
 
 
 @on_every_backend("paged_attention")

@@ -37,8 +37,7 @@ def build_within(lm, text, share, found=None):
 
 def test_options_follow_a_colon(lm):
     listed = ("full", "random:share=0.5,window=16,block_size=8", "streaming:window=16+random:share=1")
-    specs = parse_methods(", ".join(listed))
-    assert tuple(spec.label for spec in specs) == listed
+    assert tuple(spec.label for spec in parse_methods(", ".join(listed))) == listed
     assert build(lm, listed[1]) == methods.get("random", share=0.5, window=16, block_size=8)
     pair = build(lm, "full+random:share=0.5")
     assert (pair.prefill, pair.cache) == (methods.BASELINE.prefill, methods.get("random", share=0.5).cache)

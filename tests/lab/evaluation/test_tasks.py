@@ -166,8 +166,7 @@ def test_text_losses_are_those_of_score():
     counts = []
     found = LOSS.measure(lm, [passage, passage], "text", 1, counts.append)
     expected, document = tca_jax.score(lm, passage), passage[: -LENGTH // 8]
-    losses = -expected.logprobs[0]
-    assert found["values"]["loss_inside"] == pytest.approx(losses.mean(), abs=1e-5)
+    assert found["values"]["loss_inside"] == pytest.approx(-expected.logprobs[0].mean(), abs=1e-5)
     behind = score_answers(lm, [document], [[passage[-LENGTH // 8 :]]])
     assert found["score"] == found["values"]["loss"] == pytest.approx(-behind.logprobs[0][0].mean(), abs=1e-5)
     assert found["attended_share"] == pytest.approx(expected.attended_share[0])

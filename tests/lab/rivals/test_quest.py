@@ -36,8 +36,7 @@ def attention_of_step(q, k, v, pages, position):
     edge = max(0, position // B * B - W)
     chosen = pages_of_step(q, k[:edge].reshape(-1, B, D), pages)
     seen = [p for p in range(position + 1) if p >= edge or p // B in chosen]
-    weights = oracle.softmax(q @ k[seen].T / np.sqrt(D))
-    return weights @ v[seen]
+    return oracle.softmax(q @ k[seen].T / np.sqrt(D)) @ v[seen]
 
 
 @functools.partial(jax.jit, static_argnums=0)
