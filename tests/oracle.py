@@ -155,5 +155,4 @@ def calibration_score(q, k, kept, config):
         return 1 - np.mean(gammas) if outside else 1.0
     attention = np.mean([probabilities(q[:, g], k) for g in range(q.shape[1])], axis=0)
     means = attention.sum(axis=0) / (length - np.arange(length))
-    right = np.arange(length) >= config.num_ranked_blocks(length) * b
-    return means[kept | right].sum() / means.sum()
+    return means[kept | (np.arange(length) >= config.num_ranked_blocks(length) * b)].sum() / means.sum()

@@ -47,8 +47,7 @@ def main(coordinator: str, processes: str, process: str, checkpoint: str, result
     # Processes see other times, by which streams choose how many tokens they wait for.
     generation._STREAM_SECONDS *= 100 ** int(process)
     meshes = [jax.make_mesh(shape, ("data", "model")) for shape in ((2, 2), (1, 4))]
-    answers = answers_of(Path(checkpoint), meshes, folder)
-    (folder / f"{process}.json").write_text(json.dumps(answers))
+    (folder / f"{process}.json").write_text(json.dumps(answers_of(Path(checkpoint), meshes, folder)))
 
 
 if __name__ == "__main__":

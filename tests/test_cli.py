@@ -111,8 +111,7 @@ def test_calibrate_saves_the_budgets_of_the_python_call(tmp_path):
     assert result.exit_code == 0, result.output
     lm = tca_jax.load("model")
     config = tca_jax.TCAConfig.paper(block_size=8, window=16, tau=0.4, criterion="retained_mass")
-    texts = _spread(encode_prompt(lm, Path("text.txt").read_text()), 100, 8)
-    expected = tca_jax.calibrate(lm, texts, config)
+    expected = tca_jax.calibrate(lm, _spread(encode_prompt(lm, Path("text.txt").read_text()), 100, 8), config)
     assert Profile.load(tmp_path) == expected
     assert "at 100 tokens" in result.stdout
     assert f"Mean kept share: {expected.kept_share(100).mean():.1%}" in result.stdout

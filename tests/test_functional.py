@@ -143,8 +143,7 @@ def test_nested_vmap_equals_a_loop():
         operands = k[None], candidates, length[None], SMALL
         return attend(q.swapaxes(0, 1)[None], k[None], v[None], *operands[1:])[0], select(last, *operands)[0]
 
-    by_prompt = jax.vmap(one, (1, 0, 0, None, 0))
-    run = jax.jit(jax.vmap(by_prompt, (None, None, None, 0, None)))
+    run = jax.jit(jax.vmap(jax.vmap(one, (1, 0, 0, None, 0)), (None, None, None, 0, None)))
     out, chosen = run(q.transpose(2, 0, 1, 3), k, v, candidates, lengths)
     run(q.transpose(2, 0, 1, 3), k, v, candidates[::-1], lengths - 20)
     assert run._cache_size() == 1  # neither candidates nor lengths compile again
@@ -236,8 +235,7 @@ def test_theorem_1_bounds_the_error(seed, spread, outlier, candidates, lengths):
     k[:, rng.integers(90)] *= 3  # a token that some queries look at and others avoid
     lengths, candidates = np.array(lengths, np.int32), np.array(candidates, np.int32)
     sparse, full = (np.asarray(attend(q, k, v, candidates, lengths, config)) for config in (BOUNDED, EXACT))
-    gamma = dropped_mass(q, k, candidates, lengths, BOUNDED)
-    bounds = error_bounds(gamma, poison(v, lengths), lengths)
+    bounds = error_bounds(dropped_mass(q, k, candidates, lengths, BOUNDED), poison(v, lengths), lengths)
     error = np.abs(sparse - full).swapaxes(1, 2)  # [B, Hq, L, d]
     noise = 1e-5 * max(1, outlier)
     assert np.all(error.max(axis=-1) <= np.asarray(bounds.max_norm) + noise)

@@ -107,8 +107,7 @@ class Documents:
     def id_of(self, tokens: list[int], parts: tuple[int, ...], *, named: bool = True) -> str:
         """The id of tokens that the model reads in these parts: a hash of all that its pages depend on."""
         own = self._identity.fingerprint, self._identity.method_description, self._lm.cache_dtype.name
-        model = repr((*own, parts)).encode()
-        digest = hashlib.sha256(model + np.asarray(tokens, np.int64).tobytes()).hexdigest()
+        digest = hashlib.sha256(repr((*own, parts)).encode() + np.asarray(tokens, np.int64).tobytes()).hexdigest()
         return f"{'doc' if named else 'text'}-{digest[:24]}"
 
     def usable(self, id_: str) -> Document | None:

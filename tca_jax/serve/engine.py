@@ -108,8 +108,7 @@ class Engine(AbstractContextManager["Engine"]):
             host_memory = int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.lm, self.max_rows = lm, int(max_rows)
         self._pool = PagePool(lm, int(pages), answers)
-        folder = None if disk is None else Path(disk)
-        self._documents = Documents(lm, self._pool, host_memory, folder, disk_bytes)
+        self._documents = Documents(lm, self._pool, host_memory, Path(disk) if disk is not None else None, disk_bytes)
         self._scheduler = Scheduler(lm, self._documents, self.max_rows, kernels)
         #: Why the engine has failed, for good: all calls raise this, and answers ended with it. None while it works.
         self.failure: EngineEnded | None = None

@@ -65,8 +65,7 @@ class Metrics:
             ("document_pages", "Their pages on each device, there or elsewhere.", of_pages),
         ]
         for name, words, values in gauges:
-            of_each = ["of", "state"][name != "pages" :]
-            family = GaugeMetricFamily(f"tca_jax_{name}", words, labels=of_each)
+            family = GaugeMetricFamily(f"tca_jax_{name}", words, labels=["of", "state"][name != "pages" :])
             for labels, value in values.items():
                 family.add_metric(labels, value)
             yield family

@@ -29,7 +29,7 @@ from tca_jax.serve.pages import Numbers, bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # longer prompts are read alone
-_PART_SECONDS = 0.04  # that running answers wait for a part of documents, unless a layer, the least, takes longer
+_PART_SECONDS = 0.04  # that running answers wait for pieces of questions and a part of documents, a layer at least
 _COMPILE_WAIT_SECONDS = 0.01  # before answers take steps
 _log = logging.getLogger(__name__)
 
@@ -97,11 +97,14 @@ class Scheduler:
         under_way = documents.store()
         worked = self._no_pages = self._no_rows = False  # none waits yet for pages of documents, or for a row
         waiting: list[Any] = [*documents.to_be_read(), *(each for each in self._requests if not each.scheduled)]
+        begun = time.perf_counter()
         for each in sorted(waiting, key=lambda each: each.arrival):
+            if worked and time.perf_counter() - begun > _PART_SECONDS:
+                break  # running answers take a step before the others
             with self._failing(each):
                 worked |= self._begin_reading(each) if isinstance(each, Document) else self._proceed(each)
         with self._failing(*self._reading):
-            worked |= self._read_on()
+            worked |= self._read_on(_PART_SECONDS - (time.perf_counter() - begun))
         if requests := self._batch.requests:
             with self._failing(*requests):
                 self._step(is_called)
@@ -182,6 +185,7 @@ class Scheduler:
             return False
         if request.fed < len(request.new):
             self._batch.feed_next(request)
+            jax.block_until_ready(self._pool.arrays)  # the round's time counts it, and its errors are this request's
         if request.fed == len(request.new) and self._update_mask(request):
             self._batch.admit(request)
         return True
@@ -308,14 +312,14 @@ class Scheduler:
         for document in documents:
             self._documents.unpin(document)
 
-    def _read_on(self) -> bool:
-        """Reads on; false if nothing is read, or programs compile. Raises an error that may have consumed the pool."""
+    def _read_on(self, seconds: float) -> bool:
+        """Reads on, a layer at least; false if nothing is read, or programs compile. An error may consume the pool."""
         wanted, begun, done = any(each.state == "waiting" for each in self._reading), time.perf_counter(), 0
         if not self._reading or (wanted and not self._programs.done()):
             return False
         try:
             for count in self._parts if wanted else ():
-                if (done := done + count) + count > self._speed * _PART_SECONDS:
+                if (done := done + count) + count > self._speed * seconds:
                     break
             else:
                 self._end_reading()

@@ -331,8 +331,7 @@ class Server:
             return given
         held = 0 if document is None else len(self._engine.document(document).tokens)
         left = self._lm.config.max_context - held - len(tokens)
-        default = wanted.default_tokens or self._settings.default_tokens
-        return max(1, wanted.min_tokens, min(default, most, left))
+        return max(1, wanted.min_tokens, min(wanted.default_tokens or self._settings.default_tokens, most, left))
 
     def close(self) -> None:
         """Ends all answers that are being written; their clients get an error."""

@@ -88,8 +88,7 @@ def test_strings_are_tokenized():
 
 
 def test_short_texts_are_a_warning(lm):
-    reach = CONFIG.window + CONFIG.block_size
-    calibrate(lm, random_ids(2 * reach), CONFIG)
+    calibrate(lm, random_ids(2 * (CONFIG.window + CONFIG.block_size)), CONFIG)
     message = r"texts\[1\] has 47 tokens, fewer than 2 \(window \+ block_size\) = 48"
     with pytest.warns(UserWarning, match=message) as caught:
         unchecked(calibrate)(lm, [random_ids(150), random_ids(47)], CONFIG)

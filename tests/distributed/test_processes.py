@@ -43,8 +43,7 @@ def run_processes(checkpoint: Path, results: Path) -> None:
             file, arguments = stack.enter_context(open(path, "w")), [*command, str(process), checkpoint, results]
             started.append(subprocess.Popen(arguments, env=environment, stdout=file, stderr=file))
             stack.enter_context(started[-1])
-    told = "\n".join(path.read_text() for path in said)
-    assert not any(process.returncode for process in started), told
+    assert not any(process.returncode for process in started), "\n".join(path.read_text() for path in said)
 
 
 @pytest.fixture

@@ -75,8 +75,7 @@ def step(rows, k, v, worth, theta):
 def fed(rows, tokens, theta, steps=1):
     for _ in range(steps):
         new = [jnp.stack([getattr(t, name)[:, t.length] for t in tokens], axis=1) for name in ("k", "v")]
-        worth = jnp.stack([t.worth[..., t.length] for t in tokens], axis=1)
-        rows = step(rows, *new, worth, theta)
+        rows = step(rows, *new, jnp.stack([t.worth[..., t.length] for t in tokens], axis=1), theta)
         for each in tokens:
             each.length += 1
     return rows

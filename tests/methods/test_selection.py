@@ -70,8 +70,7 @@ def test_evicted_blocks_keep_the_mean_budgets_floor():
     means = np.array(oracle.distributions(DEFAULT)) @ np.array(oracle.sizes(DEFAULT))
     np.testing.assert_array_equal(eviction_budgets(DEFAULT), np.maximum(1, np.floor(means)))
     assert eviction_budgets(DEFAULT)[-1] == 128
-    sparse = TCAConfig(block_size=8, window=8, num_candidates=2, sigma=0.1)
-    assert eviction_budgets(sparse)[0] == 1
+    assert eviction_budgets(TCAConfig(block_size=8, window=8, num_candidates=2, sigma=0.1))[0] == 1
 
 
 @pytest.mark.parametrize("reserve", [0, 1, 1000])

@@ -132,8 +132,7 @@ def test_shards_are_parts_of_the_whole(kind, config, tmp_path):
     shared = load_checkpoint(tmp_path, config, jnp.float32, weights="fp8", head_orders=orders, mesh=mesh)
     assert shared.fingerprint == alone.fingerprint == load_checkpoint(tmp_path, config, weights="fp8").fingerprint
     assert_equal_weights(shared.decoder, alone.decoder)
-    down = shared.decoder.layers[0].mlp.down
-    assert {part.data.shape for part in down.codes[...].addressable_shards} == {
+    assert {part.data.shape for part in shared.decoder.layers[0].mlp.down.codes[...].addressable_shards} == {
         (config.hidden_size, config.intermediate_size // 4)
     }
 

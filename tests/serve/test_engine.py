@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import itertools
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from tca_jax.engine import read
 from tca_jax.errors import UserError
 from tca_jax.methods.worth import ReadSettings, WorthSettings, by_worth
 from tca_jax.serve import Engine
+from tca_jax.serve.batch import Batch
 from tca_jax.serve.pages import Allocator
 
 DOCUMENTS = [random_prompt(i, length) for i, length in enumerate((101, 77, 90))]
@@ -223,8 +226,7 @@ def test_answers_take_steps_between_parts(layered, parts):
 
         parts.compiling, parts.running = compiling, running
         parts.begun.clear()
-        id_ = engine.read(DOCUMENT)
-        out = engine.ask(id_, [7, 8], **ANSWER).result(120)
+        out = engine.ask(engine.read(DOCUMENT), [7, 8], **ANSWER).result(120)
         assert not other.ended
         other.cancel()
     assert parts.begun == [BEGIN, *[LAYER, AFTER] * (LAYERS - 1), LAYER, END]
@@ -232,6 +234,22 @@ def test_answers_take_steps_between_parts(layered, parts):
     parts.compiling = parts.running = lambda name: None
     context = tca_jax.prefill(layered, DOCUMENT)
     assert out.tokens == tca_jax.generate(layered, [[7, 8]], context=context, **ANSWER).tokens[0]
+
+
+def test_answers_take_steps_between_questions(layered, parts, monkeypatch):
+    begun = []
+    for name in ("feed_next", "wait"):
+        given = functools.partial(begun.append, name), getattr(Batch, name)
+        monkeypatch.setattr(Batch, name, lambda *args, given=given: (given[0](), given[1](*args))[1])
+    with Engine(layered, max_rows=4, pages=PAGES, answer_tokens=1100) as engine, ThreadPoolExecutor(3) as pool:
+        id_ = engine.read(DOCUMENT)
+        other = engine.ask(id_, [1], **LONG)
+        wait(engine, lambda: other.tokens or other.ended)
+        engine._post(functools.partial(time.sleep, 0.5))  # so that the questions come in one round
+        for stream in pool.map(lambda number: engine.ask(id_, [number], **ANSWER), range(3)):
+            stream.result(120)
+        other.cancel()
+    assert ("feed_next", "feed_next") not in itertools.pairwise(begun)
 
 
 def test_cancelled_prompts_are_read_no_further(layered, parts):
