@@ -211,13 +211,13 @@ class Layers:
             self._calls.wait(program)
 
     def _start_all(self, begin: Any, rows: Any, then: Then | None = None) -> None:
-        """Starts the programs of all layers, the slowest first."""
+        """Starts `then`'s programs and those of all layers, the slowest first."""
         self.x, *self._angles, self.shares, _ = begin.shapes
+        if then is not None:
+            shape = len(self._lengths), self._lm.config.vocab_size
+            then(jax.ShapeDtypeStruct(shape, jnp.float32), rows, self.shares)
         for number in range(self._lm.config.num_layers if self._lm.method.layers_differ else 1):
             self.out, *_ = self._first_half(number, rows, lambda *args, **own: self._start(*args, **own).shapes)
-            if number == 0 and then is not None:
-                shape = len(self._lengths), self._lm.config.vocab_size
-                then(jax.ShapeDtypeStruct(shape, jnp.float32), rows, self.shares)
         self._start_second_halves()
         if rows is not None:  # else the caller needs no end
             self._start(end_program, *self._end(self._lengths))
