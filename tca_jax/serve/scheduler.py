@@ -98,7 +98,7 @@ class Scheduler:
         worked = self._no_pages = self._no_rows = False  # none waits yet for pages of documents, or for a row
         waiting: list[Any] = [*documents.to_be_read(), *(each for each in self._requests if not each.scheduled)]
         begun = time.perf_counter()
-        for each in sorted(waiting, key=lambda each: each.arrival):
+        for each in sorted(waiting, key=lambda each: (getattr(each, "fed", 0) > 0, each.arrival)):  # new ones first
             if worked and time.perf_counter() - begun > _PART_SECONDS:
                 break  # running answers take a step before the others
             with self._failing(each):

@@ -237,19 +237,20 @@ def test_answers_take_steps_between_parts(layered, parts):
 
 
 def test_answers_take_steps_between_questions(layered, parts, monkeypatch):
-    begun = []
-    for name in ("feed_next", "wait"):
-        given = functools.partial(begun.append, name), getattr(Batch, name)
-        monkeypatch.setattr(Batch, name, lambda *args, given=given: (given[0](), given[1](*args))[1])
+    monkeypatch.setattr("tca_jax.serve.batch._PIECE_TOKENS", 8)
+    fed, own, wait_for = [], Batch.feed_next, Batch.wait
+    monkeypatch.setattr(Batch, "feed_next", lambda batch, each: (fed.append(len(each.new)), own(batch, each)))
+    monkeypatch.setattr(Batch, "wait", lambda batch: (fed.append(0), wait_for(batch))[1])
     with Engine(layered, max_rows=4, pages=PAGES, answer_tokens=1100) as engine, ThreadPoolExecutor(3) as pool:
         id_ = engine.read(DOCUMENT)
         other = engine.ask(id_, [1], **LONG)
         wait(engine, lambda: other.tokens or other.ended)
         engine._post(functools.partial(time.sleep, 0.5))  # so that the questions come in one round
-        for stream in pool.map(lambda number: engine.ask(id_, [number], **ANSWER), range(3)):
-            stream.result(120)
+        list(pool.map(lambda size: engine.ask(id_, [3] * size, **ANSWER).result(120), (40, 2, 2)))
         other.cancel()
-    assert ("feed_next", "feed_next") not in itertools.pairwise(begun)
+    assert not any(piece and after for piece, after in itertools.pairwise(fed))
+    _, *pieces = filter(None, fed)
+    assert [*sorted(pieces[:3]), *set(pieces[3:])] == [2, 2, 40, 40]  # the long question lets the short ones pass
 
 
 def test_cancelled_prompts_are_read_no_further(layered, parts):
