@@ -29,7 +29,7 @@ from tca_jax.serve.pages import Numbers, bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # longer prompts are read alone
-_PART_SECONDS = 0.04  # that running answers wait for pieces of questions and a part of documents, a layer at least
+_PART_SECONDS = 0.04  # that running answers wait for questions, a piece at least, and a part of documents, a layer
 _COMPILE_WAIT_SECONDS = 0.01  # before answers take steps
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ class Scheduler:
     def __init__(self, lm: LM, documents: Documents, max_rows: int, backend: Backend) -> None:
         self._lm, self._documents, self._pool = lm, documents, documents.pool
         self._batch = Batch(lm, documents.pool, max_rows, backend)
-        self._backend, self._reading, self._speed = backend, list[Document](), 0.0  # tokens times layers a second
+        self._backend, self._reading = backend, list[Document]()
+        self._speed, self._skipped = 0.0, False  # of reading, tokens times layers a second; whether a round left it out
         self._parts: Any = None  # of reading these: their tokens times layers
         self._programs: Future[Any] = Future()
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="tca-jax-compile")
@@ -103,8 +104,9 @@ class Scheduler:
                 break  # running answers take a step before the others
             with self._failing(each):
                 worked |= self._begin_reading(each) if isinstance(each, Document) else self._proceed(each)
-        with self._failing(*self._reading):
-            worked |= self._read_on(_PART_SECONDS - (time.perf_counter() - begun))
+        self._skipped = worked and time.perf_counter() - begun > _PART_SECONDS / 2 and not self._skipped
+        with self._failing(*self._reading):  # documents wait for one round full of questions
+            worked |= not self._skipped and self._read_on(begun)
         if requests := self._batch.requests:
             with self._failing(*requests):
                 self._step(is_called)
@@ -230,8 +232,7 @@ class Scheduler:
     # The batch
 
     def _step(self, is_called: Callable[[], bool]) -> None:
-        """A step of the batch. The next one is dispatched first, so that the device works while tokens are handed out;
-        but not before a mask, log-probabilities, a part of a document, or a call of another thread."""
+        """A step of the batch, after the next one's dispatch, unless masks, documents or other threads come before."""
         batch = self._batch
         if not batch.pending:
             batch.dispatch()
@@ -312,14 +313,14 @@ class Scheduler:
         for document in documents:
             self._documents.unpin(document)
 
-    def _read_on(self, seconds: float) -> bool:
+    def _read_on(self, since: float) -> bool:
         """Reads on, a layer at least; false if nothing is read, or programs compile. An error may consume the pool."""
         wanted, begun, done = any(each.state == "waiting" for each in self._reading), time.perf_counter(), 0
         if not self._reading or (wanted and not self._programs.done()):
             return False
         try:
             for count in self._parts if wanted else ():
-                if (done := done + count) + count > self._speed * seconds:
+                if (done := done + count) + count > self._speed * (_PART_SECONDS + since - begun):
                     break
             else:
                 self._end_reading()

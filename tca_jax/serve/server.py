@@ -228,8 +228,7 @@ class Server:
         return _json(self._engine.document(document).as_json(), 201)
 
     def _document_of(self, wanted: protocol.DocumentRequest) -> list[int]:
-        """Tokens of a document: the beginning of the first user's message, so that a chat over it equals the chat that
-        contains it; or text as it is."""
+        """Tokens of a text, or of a document as a chat over it has them: they begin the first user's message."""
         if not (self._has_template if wanted.chat is None else wanted.chat) and wanted.system is None:
             return encode_prompt(self._lm, wanted.text, "text")
         self._require_template("chat" if wanted.system is None else "system")
