@@ -119,20 +119,19 @@ def named_models(
     lm: LM, config: TCAConfig, shares: Sequence[float], worth: Sequence[float], tokens: int, **options: Any
 ) -> dict[str, LM]:
     """A model under `named_methods`, under the profile that it was opened with, and under predicted worth."""
-    layers = lm.config.num_layers
-    tested = named_methods(config, shares, lm.config.num_kv_heads, layers, **options)
-    found = dict[str, LM]()
-    for name, method in tested.items():
-        sizes = [per_head(method.cache.capacities(i, tokens), lm.config.num_kv_heads, name) for i in range(layers)]
-        found[name] = balanced(lm, np.array(sizes) / tokens).with_method(method)
+    tested = named_methods(config, shares, lm.config.num_kv_heads, lm.config.num_layers, **options)
+    found = {name: balanced(lm.with_method(method), tokens) for name, method in tested.items()}
     own = {} if lm.method == BASELINE else {"profile": lm}
     return {**found, **own, **{f"worth {kept:g}": with_worth(lm, kept, tokens) for kept in worth}}
 
 
-def balanced(lm: LM, kept: Float[np.ndarray, "layers Hkv"]) -> LM:
-    """On a mesh, the model with KV heads in an order that balances these kept shares: random weights fit any order."""
+def balanced(lm: LM, tokens: int, kept: Float[np.ndarray, "layers Hkv"] | None = None) -> LM:
+    """On a mesh, the model with KV heads dealt out by kept shares, or capacities: random weights fit any order."""
     if lm.mesh is None or lm.checkpoint_fingerprint != _RANDOM:
         return lm
+    if kept is None:
+        given = (lm.method.cache.capacities(layer, tokens) for layer in range(lm.config.num_layers))
+        kept = np.array([per_head(each, lm.config.num_kv_heads, lm.method.name) for each in given]) / tokens
     return dataclasses.replace(lm, head_orders=balanced_orders(kept, axis_size(lm.mesh, MODEL)))
 
 
@@ -155,7 +154,7 @@ def with_worth(lm: LM, kept: float, tokens: int) -> LM:
     of_heads = np.ones(maps.shape[:2])
     wide = (x.astype(np.float32) for x in (maps, thresholds, of_heads, of_heads, normal(maps[..., -1])))
     profile = WorthProfile(WorthMaps(*wide), kept, _SELECTED, (), (), None, lm.name)
-    found = balanced(lm, profile.kept_share(tokens)).with_profile(profile)
+    found = balanced(lm, tokens, profile.kept_share(tokens)).with_profile(profile)
 
     def reading(mass: float) -> LM:
         read = found.settings.read._replace(mass=jnp.full(c.num_layers, mass, jnp.float32))

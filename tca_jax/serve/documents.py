@@ -100,13 +100,13 @@ class Documents:
         self._loading: dict[Document, Future[Context]] = {}  # from disk
         self._writing: tuple[Document, Future[None]] | None = None
         self._writer, self._reader = (ThreadPoolExecutor(1, f"tca-jax-{name}") for name in ("write", "read"))
-        self._identity = identity_of(lm)
+        self._identity, self._heads = identity_of(lm), [] if lm.head_shards is None else [lm.head_shards]
         found = [] if folder is None else self._on_disk()
         self.by_id = OrderedDict((each.id, each) for each in found)  # least recently used first
 
     def id_of(self, tokens: list[int], parts: tuple[int, ...], *, named: bool = True) -> str:
         """The id of tokens that the model reads in these parts: a hash of all that its pages depend on."""
-        own = self._identity.fingerprint, self._identity.method_description, self._lm.cache_dtype.name
+        own = self._identity.fingerprint, self._identity.method_description, self._lm.cache_dtype.name, *self._heads
         digest = hashlib.sha256(repr((*own, parts)).encode() + np.asarray(tokens, np.int64).tobytes()).hexdigest()
         return f"{'doc' if named else 'text'}-{digest[:24]}"
 

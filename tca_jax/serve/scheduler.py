@@ -29,7 +29,7 @@ from tca_jax.serve.pages import Numbers, bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # longer prompts are read alone
-_PART_SECONDS = 0.04  # that running answers wait for questions, a piece at least, and a part of documents, a layer
+_PART_SECONDS = 0.04  # that running answers wait: half for questions, a piece at least, the rest for documents, a layer
 _COMPILE_WAIT_SECONDS = 0.01  # before answers take steps
 _log = logging.getLogger(__name__)
 
@@ -37,16 +37,14 @@ _log = logging.getLogger(__name__)
 class Scheduler:
     """The rounds of the engine's thread. Other threads call `require_pages` and `require_room` alone.
 
-    Documents to be read, and requests, get pages in order of arrival: after one that waits for pages of documents none
-    takes any, unless it pins its parent already. A document that waits for pages pins none, so that none of them waits
-    for another one that waits.
+    Documents and requests get pages in order of arrival: after one that waits for pages of documents none takes any,
+    unless it pins its parent. A document that waits for pages pins none, so that none of them waits for another.
     """
 
     def __init__(self, lm: LM, documents: Documents, max_rows: int, backend: Backend) -> None:
         self._lm, self._documents, self._pool = lm, documents, documents.pool
         self._batch = Batch(lm, documents.pool, max_rows, backend)
-        self._backend, self._reading = backend, list[Document]()
-        self._speed, self._skipped = 0.0, False  # of reading, tokens times layers a second; whether a round left it out
+        self._backend, self._reading, self._speed = backend, list[Document](), 0.0  # tokens times layers a second
         self._parts: Any = None  # of reading these: their tokens times layers
         self._programs: Future[Any] = Future()
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="tca-jax-compile")
@@ -90,7 +88,7 @@ class Scheduler:
 
     def step(self, is_called: Callable[[], bool] = lambda: False) -> bool | None:
         """One round, for whose end other threads may wait; whether there is more to do, or None while under way."""
-        documents = self._documents
+        documents, begun = self._documents, time.perf_counter()
         for document, error in documents.move():
             for request in [each for each in self._requests if each.parent is document and each.slot is None]:
                 self._fail(request, error)
@@ -98,15 +96,13 @@ class Scheduler:
         under_way = documents.store()
         worked = self._no_pages = self._no_rows = False  # none waits yet for pages of documents, or for a row
         waiting: list[Any] = [*documents.to_be_read(), *(each for each in self._requests if not each.scheduled)]
-        begun = time.perf_counter()
-        for each in sorted(waiting, key=lambda each: (getattr(each, "fed", 0) > 0, each.arrival)):  # new ones first
-            if worked and time.perf_counter() - begun > _PART_SECONDS:
-                break  # running answers take a step before the others
+        for each in sorted(waiting, key=lambda each: each.arrival):
+            if worked and time.perf_counter() - begun > _PART_SECONDS / 2:
+                break  # the others have the next round
             with self._failing(each):
                 worked |= self._begin_reading(each) if isinstance(each, Document) else self._proceed(each)
-        self._skipped = worked and time.perf_counter() - begun > _PART_SECONDS / 2 and not self._skipped
-        with self._failing(*self._reading):  # documents wait for one round full of questions
-            worked |= not self._skipped and self._read_on(begun)
+        with self._failing(*self._reading):
+            worked |= self._read_on(_PART_SECONDS - min(time.perf_counter() - begun, _PART_SECONDS / 2))
         if requests := self._batch.requests:
             with self._failing(*requests):
                 self._step(is_called)
@@ -186,8 +182,13 @@ class Scheduler:
         if request.slot is None and not self._begin(request):
             return False
         if request.fed < len(request.new):
+            with self._failing(*self._batch.requests):
+                jax.block_until_ready(self._pool.arrays)  # of a step under way, whose error is not this request's
+            if request.slot is None:  # the batch began again
+                return False
             self._batch.feed_next(request)
-            jax.block_until_ready(self._pool.arrays)  # the round's time counts it, and its errors are this request's
+            jax.block_until_ready(self._pool.arrays)  # the round's time counts it
+            request.arrival = next(self._arrivals)  # its next piece comes after the others' turn
         if request.fed == len(request.new) and self._update_mask(request):
             self._batch.admit(request)
         return True
@@ -285,8 +286,7 @@ class Scheduler:
         self._batch.end(request)
         request.stream.end(how, kept)
 
-    # Reading: short documents together, some layers at a time, and parts that are appended piece by piece. Programs
-    # compile in threads of their own, while answers go on.
+    # Reading: short documents together, layer by layer, and parts that are appended, by pieces. Programs compile aside.
 
     def _num_pages(self, tokens: int, parent: Document | None = None, documents: int = 1) -> int:
         """Pages for reading documents of at most `tokens` tokens each, without those of a parent."""
@@ -313,14 +313,14 @@ class Scheduler:
         for document in documents:
             self._documents.unpin(document)
 
-    def _read_on(self, since: float) -> bool:
+    def _read_on(self, seconds: float) -> bool:
         """Reads on, a layer at least; false if nothing is read, or programs compile. An error may consume the pool."""
         wanted, begun, done = any(each.state == "waiting" for each in self._reading), time.perf_counter(), 0
         if not self._reading or (wanted and not self._programs.done()):
             return False
         try:
             for count in self._parts if wanted else ():
-                if (done := done + count) + count > self._speed * (_PART_SECONDS + since - begun):
+                if (done := done + count) + count > self._speed * seconds:
                     break
             else:
                 self._end_reading()

@@ -287,7 +287,7 @@ def test_appended_documents_beyond_the_pool_are_refused(lm):
 def test_a_failed_engine_says_so(speaking, monkeypatch):
     engine = Engine(speaking, pages=100, **SIZES)
     server = Server(engine, Settings("tiny"))
-    monkeypatch.setattr(engine._scheduler, "_read_on", lambda since: False)
+    monkeypatch.setattr(engine._scheduler, "_read_on", lambda seconds: False)
     waiting = engine.read("a document")
     stream, failed = engine.ask(waiting, QUESTION, **OPTIONS), "the engine has failed: MemoryError: none is left"
 
