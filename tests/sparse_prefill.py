@@ -52,7 +52,7 @@ def last_rows(q, k, count):
 def diagonal(attention, offset):
     """Attention of the last queries on the token `offset` before their own, summed."""
     count, n = attention.shape
-    return sum(attention[a, j] for a, j in [(a, n - count + a - offset) for a in range(count)] if j >= 0)
+    return sum(attention[a, n - count + a - offset] for a in range(max(0, count + offset - n), count))
 
 
 def best(values, count):

@@ -102,7 +102,7 @@ class Scheduler:
             with self._failing(each):
                 worked |= self._begin_reading(each) if isinstance(each, Document) else self._proceed(each)
         with self._failing(*self._reading):
-            worked |= self._read_on(_PART_SECONDS - min(time.perf_counter() - begun, _PART_SECONDS / 2))
+            worked |= self._read_on(max(_PART_SECONDS / 2, begun + _PART_SECONDS - time.perf_counter()))
         if requests := self._batch.requests:
             with self._failing(*requests):
                 self._step(is_called)
