@@ -122,6 +122,7 @@ def settled(value: Array, parameter: Parameter, mesh: Mesh | None) -> Array:
     return value if mesh is None else jax.device_put(value, NamedSharding(mesh, parameter.spec))
 
 
+@functools.lru_cache(maxsize=8)
 def parameter_specs(config: ModelConfig, param_dtype: DTypeLike = jnp.bfloat16) -> Any:
     """The `PartitionSpec` of every parameter, in the structure of the decoder's state, for `jax.shard_map`."""
     found = abstract_parameters(config, jnp.dtype(param_dtype))

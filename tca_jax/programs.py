@@ -118,8 +118,12 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         executable = self.wait()
-        if self.place is None:
+        try:
             return executable(*args)
+        except ValueError:
+            if self.place is None:
+                raise
+        # Some are on other devices. To look each time would take longer than the call.
         with jax.set_mesh(args[0].mesh):
             return executable(args[0], *self.place(args[0], args[1:]))
 

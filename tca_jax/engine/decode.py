@@ -93,9 +93,7 @@ class Steps:
         lm, leaving = self.lm, self.leaving(state)
         if not lm.method.cache.by_scores:
             return self.take(state, None, leaving)
-        rows = evict_scored_block(lm, None, state.cache, state.cache.start, leaving)
-        start = rows.start + jnp.where(leaving, rows.page_size, 0)
-        return dataclasses.replace(state, cache=dataclasses.replace(rows, start=start))
+        return dataclasses.replace(state, cache=evict_scored_block(lm, state.cache, leaving))
 
     def take(
         self, state: DecodingState, summaries: list[Any] | None, leaving: Bool[Array, " B"] | None = None
@@ -141,15 +139,13 @@ class Steps:
         return draw(lm, dataclasses.replace(state, cache=rows), logits, self.sampling, fed, self.allowed)
 
 
-def evict_scored_block(lm: LM, layer: Any, rows: Rows, start: Int[Array, " R"], leaving: Bool[Array, " R"]) -> Rows:
-    """Keeps the tokens of high scores from the blocks that leave windows, in a layer or all at once (None)."""
+def evict_scored_block(lm: LM, rows: Rows, leaving: Bool[Array, " R"]) -> Rows:
+    """Keeps the tokens of high scores from the blocks that leave the windows of rows, in all layers at once."""
+    policy: Any = lm.method.cache
     oldest = rows.scored.scores[..., : rows.page_size]  # type: ignore[union-attr]
-
-    def stays(layer: Any, scores: Float32[Array, "R H b"]) -> Bool[Array, "R H b"]:
-        return lm.method.cache.stays(lm.scored_settings(layer), scores)  # type: ignore[attr-defined]
-
-    chosen = jax.vmap(stays)(jnp.arange(len(oldest)), oldest) if layer is None else stays(layer, oldest[layer])
-    return rows.evict(layer, leaving, chosen, start)
+    stays = jax.vmap(lambda layer, scores: policy.stays(lm.scored_settings(layer), scores))
+    kept = rows.evict(None, leaving, stays(jnp.arange(len(oldest)), oldest), rows.start)
+    return dataclasses.replace(kept, start=rows.start + jnp.where(leaving, rows.page_size, 0))
 
 
 def evict_block(

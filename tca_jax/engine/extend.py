@@ -1,7 +1,8 @@
 """Tokens appended to rows, a block at a time, each as decoding would have fed it.
 
 Rows are aligned to blocks: the token of row i at position p is in column p - (start_i // b) b, so the edges of blocks
-coincide in all rows, and a layer is one scan over blocks.
+coincide in all rows, and a layer is one scan over blocks. Where scores say what stays of a block that leaves a window,
+it leaves all layers at once, before the block that takes its place is fed.
 """
 
 from __future__ import annotations
@@ -13,28 +14,34 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.decode import evict_block, evict_scored_block
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, LAYER_WEIGHTS, ROWS, SAME, OverMesh
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, WEIGHTS, OverMesh
 from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.read import OUT, Calls
-from tca_jax.methods.base import UNBOUNDED
+from tca_jax.methods.base import UNBOUNDED, CachePolicy
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.numerics import cdiv, round_up
+from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 from tca_jax.programs import Program
 
 _PIECE_TOKENS = 2048  # of a row in one pass over the layers: enough for matrix products at full speed
 
 
+def pass_tokens(policy: CachePolicy, tokens: int) -> int:
+    """Columns of a pass that feeds the first of `tokens`: 1, 4, 16, ... blocks, few programs; by scores one block."""
+    size = policy.block_size
+    while not policy.by_scores and 4 * size < tokens + policy.block_size and 4 * size <= _PIECE_TOKENS:
+        size *= 4
+    return size
+
+
 def num_columns(most_columns: int, block_size: int) -> int:
-    """Columns that programs are compiled for: a bucket of blocks, or a multiple of pieces."""
-    blocks = bucket_length(cdiv(most_columns, block_size), smallest=1)
-    piece = max(1, _PIECE_TOKENS // block_size)
-    return block_size * (blocks if blocks <= piece else round_up(blocks, piece))
+    """Columns that programs are compiled for: a bucket of blocks."""
+    return block_size * bucket_length(cdiv(most_columns, block_size), smallest=1)
 
 
 def aligned(tokens: Int[Array, "R S"], here: Where, columns: int) -> Int[Array, "R columns"]:
@@ -64,19 +71,18 @@ def feed(
     backend: Backend = "auto",
 ) -> tuple[Rows, Float32[Array, "R V"], Float[Array, "R S D"] | None]:
     """Appends tokens to rows, as decoding would feed them; also returns the logits after each row's last token."""
-    lm, b = lm.for_programs, lm.method.cache.block_size
-    piece = min(tokens.shape[1], b * max(1, _PIECE_TOKENS // b))
+    lm, policy, b, column = lm.for_programs, lm.method.cache, lm.method.cache.block_size, 0
     options: dict[str, Any] = {"queries": watch is not None, "backend": backend}
     bare, outer = lm.without_weights, lm.without_layers
     logits, found = jnp.zeros((tokens.shape[0], lm.config.vocab_size), jnp.float32), []
     known = isinstance(lengths, np.ndarray) and not keep_hidden
     columns = int(np.max(starts % b + lengths)) if known else tokens.shape[1]
-    for column in range(0, columns, piece):  # pieces without tokens are left out
-        new = tokens, starts, lengths, calls.number(column)
-        x, cos, sin, here = calls(_feed_begin_program, outer, *new, columns=piece)
-        begin = rows.start
+    while column < columns:
+        size = pass_tokens(policy, columns - column)
+        new = tokens, starts, lengths, calls.number(column, lm.mesh), rows
+        x, cos, sin, here, rows = calls(_feed_begin_program, outer, *new, columns=size)
         for layer in range(lm.config.num_layers):
-            given = bare, lm.layer_params(layer), x, rows, cos, sin, here, calls.number(layer)
+            given = bare, lm.layer_params(layer), x, rows, cos, sin, here, calls.number(layer, lm.mesh)
             if layer == 0 or lm.method.layers_differ:
                 number = layer if lm.method.layers_differ else None
                 program = calls.wait(calls.start(_feed_program, *given, **options, layer=number))
@@ -85,6 +91,7 @@ def feed(
                 watch(layer, here, q, rows)
         hidden, logits, rows = calls(_feed_end_program, outer, x, logits, rows, begin, here)
         found += [hidden] * keep_hidden
+        column += size
     return rows, logits, jnp.concatenate(found, axis=1) if found else None
 
 
@@ -94,13 +101,22 @@ def _feed_begin(
     starts: Int[Array, " R"],
     lengths: Int[Array, " R"],
     column: Int[Array, ""],
+    rows: Rows,
     *,
     columns: int,
-) -> tuple[Array, Array, Array, Where]:
-    b = lm.method.cache.block_size
+) -> tuple[Array, Array, Array, Where, Rows]:
+    """Embeds tokens; by scores, blocks leave full windows first, for those that these tokens begin."""
+    policy, b = lm.method.cache, lm.method.cache.block_size
     here = Where(starts // b * b + column, starts, starts + lengths)
     positions = jnp.minimum(here.first[:, None] + jnp.arange(columns), here.ends[:, None] - 1)
-    return lm.decoder.embed(aligned(tokens, here, columns)), *lm.decoder.angles(positions), here
+    if policy.by_scores and policy.window < UNBOUNDED:
+        rows = evict_scored_block(lm, rows, _leaving(rows, rows.start, here.first, here))
+    return lm.decoder.embed(aligned(tokens, here, columns)), *lm.decoder.angles(positions), here, rows
+
+
+def _leaving(rows: Rows, start: Int[Array, " R"], first: Int[Array, " R"], here: Where) -> Bool[Array, " R"]:
+    """Rows whose window is full when a new block begins at `first`."""
+    return rows.are_full(first, start) & (first >= here.starts) & (first < here.ends)
 
 
 def _feed_layer(
@@ -124,19 +140,16 @@ def _feed_layer(
 
     def one_block(state: tuple[Rows, Array], block: tuple[Any, ...]) -> tuple[tuple[Rows, Array], Array]:
         (rows, start), (q, k, v, first, scores) = state, block
-        if policy.window < UNBOUNDED:
-            leaving = rows.are_full(first, start) & (first >= here.starts) & (first < here.ends)
-            if policy.by_scores:
-                rows = evict_scored_block(lm, index, rows, start, leaving)
-            else:
-                given = lm.heads(index), q[:, 0], k[:, 0], rows, start, first, leaving
-                rows = evict_block(policy, index, *given, backend, rare=True)
+        if policy.window < UNBOUNDED and not policy.by_scores:
+            leaving = _leaving(rows, start, first, here)
+            given = lm.heads(index), q[:, 0], k[:, 0], rows, start, first, leaving
+            rows = evict_block(policy, index, *given, backend, rare=True)
             start = start + jnp.where(leaving, b, 0)
         positions = first[:, None] + jnp.arange(b)
         new = (positions >= here.starts[:, None]) & (positions < here.ends[:, None])
         rows = rows.with_tokens(index, k, v, positions, new, start, scores)
         newest = jnp.minimum(here.ends, first + b) - 1
-        pages = rows.of_layer(index, start)
+        pages = rows.of_layer(index, start, sliced=False)
         out, _ = paged_attention(q, pages, first, newest, window=policy.window, backend=backend)
         return (rows, start), out
 
@@ -164,9 +177,10 @@ def _feed_end(
     return hidden, logits, dataclasses.replace(rows, start=start, length=length)
 
 
-_feed_begin_program = Program(OverMesh(_feed_begin, (ROWS, ROWS, ROWS, SAME), (ROWS, ROWS, ROWS, ROWS)))
+_BEGUN: Any = ROWS, ROWS, ROWS, ROWS, CACHES
+_feed_begin_program = Program(OverMesh(_feed_begin, (ROWS, ROWS, ROWS, SAME, CACHES), _BEGUN), donate=(5,))
 _feed_program = Program(
-    OverMesh(_feed_layer, (LAYER_WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), (ROWS, CACHES, ROWS, OUT)),
+    OverMesh(_feed_layer, (WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), (ROWS, CACHES, ROWS, OUT)),
     donate=(2, 3),
     one_layer=True,
 )

@@ -40,7 +40,7 @@ CACHES = PartitionSpec(DATA, MODEL)
 #: ... or axis 1 is KV heads.
 SECOND_HEADS = PartitionSpec(None, MODEL)
 #: Stands for the partition specs of a decoder layer's weights.
-LAYER_WEIGHTS = "layer weights"
+WEIGHTS = "weights"
 
 
 #: For each layer the KV heads as they lie on the devices.
@@ -118,7 +118,7 @@ class OverMesh:
             return parameter_specs(lm.config, dtype)["layers"][0]
 
         given = zip(self._inputs, args, strict=False)
-        return tuple(of_layer(arg) if spec is LAYER_WEIGHTS else spec for spec, arg in given)
+        return tuple(of_layer(arg) if spec is WEIGHTS else spec for spec, arg in given)
 
     def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         """Places the arguments after the model on its mesh. Already placed arrays and shapes pass through."""

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, LAYER_WEIGHTS, ROWS, SAME, OverMesh, mean_of_devices, on_host, rows_of_device
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, WEIGHTS, OverMesh, mean_of_devices, on_host, place, rows_of_device
 from tca_jax.engine.pages import NO_POOL, NO_TABLE, Rows, Widths, runtime_number
 from tca_jax.errors import UserError
 from tca_jax.methods.base import Attended, BlockMeans, Heads, Method, last_queries
@@ -88,13 +88,15 @@ class Calls:
             self.compile_seconds += time.perf_counter() - begun
         return program
 
-    def number(self, value: int) -> Int[Array, ""]:
+    def number(self, value: int, mesh: Mesh | None) -> Int[Array, ""]:
         """A number as programs take it."""
-        return runtime_number(value) if self.traced else _on_device(value)
+        return runtime_number(value) if self.traced else _on_devices(value, mesh)
 
 
-#: Numbers on the device, where they stay: a copy for each call takes longer than the call.
-_on_device = functools.lru_cache(maxsize=4096)(lambda value: jnp.int32(value))
+@functools.lru_cache(maxsize=4096)
+def _on_devices(value: int, mesh: Mesh | None) -> Int[Array, ""]:
+    """A number where programs read it, and where it stays: a copy for each call takes longer than the call."""
+    return jnp.int32(value) if mesh is None else place(SAME, jnp.int32(value), mesh)
 
 
 def read(
@@ -240,7 +242,7 @@ class Layers:
         return self._lm.without_layers, self._tokens, self._lengths
 
     def _first_half(self, number: int, rows: Any, call: Callable[..., Any]) -> Any:
-        sizes = [*map(self._calls.number, (self._tokens.shape[1], self._room, number))]
+        sizes = [self._calls.number(each, self._lm.mesh) for each in (self._tokens.shape[1], self._room, number)]
         state, model = (self.shares, rows, self._lengths, self._most, *sizes), self._lm.without_weights
         given = model, self._lm.layer_params(number), self.x, *self._angles
         static = {**self._static, "layer": number if self._lm.method.layers_differ else None}
@@ -250,7 +252,8 @@ class Layers:
         return call(_attention_program, model, inputs, *state, **static)
 
     def _second_half(self, number: int, start: int) -> tuple[Any, ...]:
-        return self._lm.without_weights, self._lm.layer_params(number), self.x, self.out, self._calls.number(start)
+        weights, first = self._lm.layer_params(number), self._calls.number(start, self._lm.mesh)
+        return self._lm.without_weights, weights, self.x, self.out, first
 
     def _end(self, of_rows: Any) -> tuple[Any, ...]:
         weights = self._lm.layer_params(self._lm.config.num_layers - 1)
@@ -439,12 +442,12 @@ OUT = PartitionSpec(DATA, None, MODEL)
 _INPUTS: Any = OUT, OUT, OUT, PartitionSpec(DATA, MODEL)
 _STATE: Any = ROWS, CACHES, ROWS, ROWS, SAME, SAME, SAME
 _ATTENDED: Any = OUT, ROWS, CACHES
-_LAYER: Any = LAYER_WEIGHTS, ROWS, ROWS, ROWS
+_LAYER: Any = WEIGHTS, ROWS, ROWS, ROWS
 attend_program = Program(OverMesh(_attend_layer, (*_LAYER, *_STATE), _ATTENDED), donate=(5, 6), one_layer=True)
 _project_program = Program(OverMesh(_project, (*_LAYER, SAME), _INPUTS), one_layer=True)
 _attention_program = Program(OverMesh(_attend_octave, (_INPUTS, *_STATE), _ATTENDED), donate=(2, 3), one_layer=True)
-after_program = Program(OverMesh(_after_attention, (LAYER_WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), one_layer=True)
-end_program = Program(OverMesh(_end, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
+after_program = Program(OverMesh(_after_attention, (WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), one_layer=True)
+end_program = Program(OverMesh(_end, (WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
 
 def _fork(lm: LM, pool: Rows, table: Rows, source: Array, most: Array, *, more_pages: int, widths: Widths) -> Rows:

@@ -15,7 +15,7 @@ from tca_jax.engine.cache import require_memory
 from tca_jax.engine.contexts import Context
 from tca_jax.engine.extend import Where, aligned, feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import LAYER_WEIGHTS, ROWS, OverMesh, mean_of_devices, on_host, rows_of_device
+from tca_jax.engine.mesh import ROWS, WEIGHTS, OverMesh, mean_of_devices, on_host, rows_of_device
 from tca_jax.engine.prompt_rows import Prompts
 from tca_jax.engine.prompts import Prompt, encode_continuation, encode_prompt, encode_prompts, pad_tokens
 from tca_jax.engine.read import OUT, Calls, Layers, require_finite
@@ -143,7 +143,7 @@ def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tok
     return TokenScores(own, greedy, (ids, values))
 
 
-_score_texts_program = Program(OverMesh(_score_texts, (LAYER_WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
+_score_texts_program = Program(OverMesh(_score_texts, (WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
 
 @dataclasses.dataclass(frozen=True)

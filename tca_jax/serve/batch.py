@@ -13,7 +13,7 @@ from jaxtyping import UInt8
 
 from tca_jax.engine.cache import mean_pages
 from tca_jax.engine.decode import seen_tokens
-from tca_jax.engine.extend import feed, num_columns
+from tca_jax.engine.extend import feed, pass_tokens
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.pages import FreePages, Rows, Widths
@@ -29,7 +29,6 @@ from tca_jax.serve.documents import Document
 from tca_jax.serve.pages import PagePool, bare
 from tca_jax.serve.streams import Stream
 
-_PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
 _MAX_STOPS = 8  # stop tokens of a row, at first
 _MIN_WIDTH = 4  # least step between the widths of tables
 
@@ -126,8 +125,10 @@ class Batch:
         pool, most = self._pool, len(document.tokens) + own_tokens
         _, kept = self.own_pages(len(document.tokens), own_tokens)
         self._widen(self._widths_of(document.table.columns + kept, most), document.table.widths)
-        table = pool.in_pool(document.table, document.pages, self._widths)
-        return pool.take_back(pages.fork.run(self._bare_lm, pool.lend(None, free), table, np.asarray([most], np.int32)))
+        if document.placed is None or document.placed.widths != self._widths:
+            document.placed = pool.in_pool(document.table, document.pages, self._widths)
+        given = pool.lend(None, free), document.placed, np.asarray([most], np.int32)
+        return pool.take_back(pages.fork.run(self._bare_lm, *given))
 
     def end(self, request: Request) -> None:
         """Gives back the row and the pages of a request; nothing where it has none."""
@@ -149,10 +150,11 @@ class Batch:
         request.fed += count
 
     def feed(self, table: Rows, tokens: list[int], held: int) -> tuple[Rows, jax.Array, int]:
-        """Feeds a piece of tokens to a row of `held` tokens. Returns its table, the logits after it, and its size."""
-        b = self._pool.block_size
-        piece, starts = tokens[: _PIECE_TOKENS - held % b], np.asarray([held], np.int32)
-        padded, lengths = pad_tokens([piece], columns=num_columns(held % b + len(piece), b))
+        """Feeds the tokens of one pass to a row of `held`. Returns its table, the logits after them, their number."""
+        begun, starts = held % self._pool.block_size, np.asarray([held], np.int32)
+        size = pass_tokens(self._lm.method.cache, begun + len(tokens))
+        piece = tokens[: size - begun]
+        padded, lengths = pad_tokens([piece], columns=size)
         given = padded, starts, lengths, self._calls
         rows, logits, _ = feed(self._program_lm, self._pool.lend(table), *given, backend=self._backend)
         return self._pool.take_back(rows), logits, len(piece)

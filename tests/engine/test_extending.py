@@ -6,7 +6,8 @@ from tiny import TCA, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine.extend import num_columns
+from tca_jax.engine.extend import num_columns, pass_tokens
+from tca_jax.methods.full import FullCache
 
 GEOMETRY = {"window": 16, "block_size": 8}
 METHODS = {
@@ -42,9 +43,9 @@ def test_appended_tokens_equal_decoded_ones(name):
     np.testing.assert_allclose(later.logprobs, expected, atol=2e-4)
 
 
-def test_columns_are_blocks_or_whole_pieces():
+def test_columns_are_blocks_and_passes_are_of_few_sizes():
     assert {num_columns(n, 128) for n in range(1, 129)} == {128}
     assert num_columns(127 + 128, 128) == 256
-    assert num_columns(10_000, 128) % 2048 == 0
-    for n in range(1, 40_000, 97):
-        assert n <= num_columns(n, 128) <= max(1.25 * n + 128, n + 2048)
+    assert all(n <= num_columns(n, 128) <= 1.25 * n + 128 for n in range(1, 40_000, 97))
+    sizes = [pass_tokens(FullCache(), n) for n in (1, 384, 385, 1_920, 1_921, 9_000)]
+    assert sizes == [128, 128, 512, 512, 2048, 2048]

@@ -13,6 +13,7 @@ from meshes import ROWS, chunks_of, lm_of, mesh_of, needs_8_devices, with_tca
 from tiny import random_prompt
 
 import tca_jax
+from tca_jax.engine.read import begin_program
 from tca_jax.engine.score import score_answers
 from tca_jax.models.rope import RopeConfig
 from tca_jax.pallas_kernels import backends
@@ -142,6 +143,14 @@ def test_scores_are_those_of_one_device():
     for i, j in np.ndindex(2, 2):
         np.testing.assert_allclose(many.logprobs[i][j], one.logprobs[i][j], atol=2e-4)
     assert many.greedy == one.greedy
+
+
+def test_arrays_on_other_devices_move_to_the_mesh():
+    lm, tokens, lengths = lm_of(mesh_of((1, 2))).for_programs, np.arange(9)[None], np.full(1, 9)
+    given = tokens, jax.device_put(tokens, jax.devices()[5])
+    x, moved = (begin_program.run(lm.without_layers, each, lengths, sizes=None)[0] for each in given)
+    assert moved.sharding == x.sharding
+    np.testing.assert_array_equal(moved, x)
 
 
 FOUR = 4
