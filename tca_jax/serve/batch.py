@@ -153,11 +153,10 @@ class Batch:
         """Feeds the tokens of one pass to a row of `held`. Returns its table, the logits after them, their number."""
         begun, starts = held % self._pool.block_size, np.asarray([held], np.int32)
         size = pass_tokens(self._lm.method.cache, begun + len(tokens))
-        piece = tokens[: size - begun]
-        padded, lengths = pad_tokens([piece], columns=size)
+        padded, lengths = pad_tokens([tokens[: size - begun]], columns=size)
         given = padded, starts, lengths, self._calls
         rows, logits, _ = feed(self._program_lm, self._pool.lend(table), *given, backend=self._backend)
-        return self._pool.take_back(rows), logits, len(piece)
+        return self._pool.take_back(rows), logits, int(lengths[0])
 
     def admit(self, request: Request) -> None:
         """Draws the first token of a request's answer."""

@@ -28,10 +28,19 @@ from tca_jax.serve.documents import Document, Documents, pins
 from tca_jax.serve.pages import Numbers, bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
-_TOGETHER_TOKENS = 2048  # longer prompts are read alone
+_TOGETHER_TOKENS = 2048  # longer documents are read alone, in turn with shorter ones
 _PART_SECONDS = 0.04  # that running answers wait: half for questions, a piece at least, the rest for documents, a layer
 _COMPILE_WAIT_SECONDS = 0.01  # before answers take steps
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class Reading:
+    """Documents that are read together."""
+
+    documents: list[Document]
+    parts: Any = None  # iterator over tokens times layers of each part, which it reads
+    programs: Future[Any] | None = None  # that compile before
 
 
 class Scheduler:
@@ -44,9 +53,8 @@ class Scheduler:
     def __init__(self, lm: LM, documents: Documents, max_rows: int, backend: Backend) -> None:
         self._lm, self._documents, self._pool = lm, documents, documents.pool
         self._batch = Batch(lm, documents.pool, max_rows, backend)
-        self._backend, self._reading, self._speed = backend, list[Document](), 0.0  # tokens times layers a second
-        self._parts: Any = None  # of reading these: their tokens times layers
-        self._programs: Future[Any] = Future()
+        self._backend, self._speed = backend, 0.0  # tokens times layers a second
+        self._readings: list[Reading] = []  # a long one, and one of short documents; the last one's turn is next
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="tca-jax-compile")
         self._requests: list[Request] = []  # that have not ended
         self._arrivals = itertools.count()
@@ -101,8 +109,7 @@ class Scheduler:
                 break  # the others have the next round
             with self._failing(each):
                 worked |= self._begin_reading(each) if isinstance(each, Document) else self._proceed(each)
-        with self._failing(*self._reading):
-            worked |= self._read_on(max(_PART_SECONDS / 2, begun + _PART_SECONDS - time.perf_counter()))
+        worked |= self._read_on(max(_PART_SECONDS / 2, begun + _PART_SECONDS - time.perf_counter()))
         if requests := self._batch.requests:
             with self._failing(*requests):
                 self._step(is_called)
@@ -148,7 +155,8 @@ class Scheduler:
                 request.parent.users.discard(request)
         self._batch.restart()
         if not pool:
-            self._end_reading()
+            for reading in list(self._readings):
+                self._end_reading(reading)
             for document in self._documents.all():
                 if document.here:
                     self._documents.leave_device(document)
@@ -158,7 +166,8 @@ class Scheduler:
 
     def _begin_reading(self, document: Document) -> bool:
         """Starts to read a document, and short ones with it; false without enough pages, and while others are read."""
-        if self._reading or (self._no_pages and not pins(document)):
+        short = [self._is_short(each.documents[0]) for each in self._readings]
+        if (short and (any(short) or not self._is_short(document))) or (self._no_pages and not pins(document)):
             return False
         if self._documents.parent_of(document) is not None and not self._reach(document):
             return False
@@ -169,12 +178,11 @@ class Scheduler:
         if not self._has_room(document, count):
             self._documents.unpin(document)  # others may need the parent's pages
             return False
-        numbers, self._programs = self._pool.allocator.take(count), Future()
-        self._programs.set_result(None)  # where none is compiled ahead
-        self._reading, alone = group, document.parent is None
-        self._parts = self._read(group, numbers) if alone else self._append(document, numbers)
-        next(self._parts)
-        wait([self._programs], _COMPILE_WAIT_SECONDS)
+        numbers, reading = self._pool.allocator.take(count), Reading(group)
+        self._readings.insert(0, reading)
+        reading.parts = self._append(document, numbers) if document.parent else self._read(reading, numbers)
+        next(reading.parts)
+        wait([reading.programs] if reading.programs else [], _COMPILE_WAIT_SECONDS)
         return True
 
     def _proceed(self, request: Request) -> bool:
@@ -226,7 +234,7 @@ class Scheduler:
         full = f"{count:,} pages are needed: host memory and disk have no room for other documents; delete some"
         here = [each for each in self._documents.all() if each.here]  # some may leave later
         may_leave = any(each.state == "moving" or each.storing or each.users - {user} for each in here)
-        require(self._reading or may_leave, full)
+        require(self._readings or may_leave, full)
         self._no_pages = True
         return False
 
@@ -237,7 +245,7 @@ class Scheduler:
         batch = self._batch
         if not batch.pending:
             batch.dispatch()
-        if not (batch.waits or self._reading or is_called()):
+        if not (batch.waits or self._readings or is_called()):
             batch.dispatch()
         for request, new, finite, done in batch.wait():
             if request.slot is None:  # the error of another row has ended it
@@ -297,39 +305,49 @@ class Scheduler:
     def _group(self, document: Document) -> list[Document]:
         """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
         first = bucket_length(len(document.tokens))
-        if first > _TOGETHER_TOKENS or document.parent is not None:
+        if not self._is_short(document):
             return [document]
         unread = [each for each in self._documents.to_be_read() if len(each.parts) == 1]
         same = [each for each in unread if bucket_length(len(each.tokens)) == first]
         most = min(len(same), self._pool.documents // self._num_pages(first), max(1, _TOGETHER_TOKENS // first))
         return [document, *(each for each in same if each is not document)][: 1 << (most.bit_length() - 1)]
 
-    def _end_reading(self) -> None:
-        """Ends the current reading, and frees its pages."""
-        documents, self._reading = self._reading, []
-        if documents:
-            self._programs.cancel()
-            self._parts.close()
-        for document in documents:
-            self._documents.unpin(document)
+    def _is_short(self, document: Document) -> bool:
+        return len(document.parts) == 1 and bucket_length(len(document.tokens)) <= _TOGETHER_TOKENS
+
+    def _end_reading(self, reading: Reading) -> None:
+        """Ends a reading, and frees its pages."""
+        if reading in self._readings:
+            self._readings.remove(reading)
+            if reading.programs is not None:
+                reading.programs.cancel()
+            reading.parts.close()
+            for document in reading.documents:
+                self._documents.unpin(document)
 
     def _read_on(self, seconds: float) -> bool:
         """Reads on, a layer at least; false if nothing is read, or programs compile. An error may consume the pool."""
-        wanted, begun, done = any(each.state == "waiting" for each in self._reading), time.perf_counter(), 0
-        if not self._reading or (wanted and not self._programs.done()):
+        for reading in reversed(self._readings):
+            wanted = any(each.state == "waiting" for each in reading.documents)
+            if not wanted or reading.programs is None or reading.programs.done():
+                break
+        else:
             return False
-        try:
-            for count in self._parts if wanted else ():
-                if (done := done + count) + count > self._speed * seconds:
-                    break
-            else:
-                self._end_reading()
-            # Waited for, so that an error is that of these documents, and a new request waits for this part at most.
-            jax.block_until_ready(self._pool.arrays)
-        except Exception:
-            self._end_reading()
-            raise
-        self._speed = done / (time.perf_counter() - begun)
+        self._readings = [reading, *(each for each in self._readings if each is not reading)]
+        begun, done = time.perf_counter(), 0
+        with self._failing(*reading.documents):
+            try:
+                for count in reading.parts if wanted else ():
+                    if (done := done + count) + count > self._speed * seconds:
+                        break
+                else:
+                    self._end_reading(reading)
+                # Waited for, so that an error is these documents', and a new request waits for this part at most.
+                jax.block_until_ready(self._pool.arrays)
+            except Exception:
+                self._end_reading(reading)
+                raise
+            self._speed = done / (time.perf_counter() - begun)
         return True
 
     def _append(self, document: Document, numbers: Numbers) -> Iterator[int]:
@@ -349,24 +367,24 @@ class Scheduler:
         finally:
             pool.allocator.release(numbers)  # the document uses what it needs of them
 
-    def _read(self, group: list[Document], numbers: Numbers) -> Iterator[int]:
+    def _read(self, reading: Reading, numbers: Numbers) -> Iterator[int]:
         """Reads documents into pages: starts to compile, then yields the tokens of each layer."""
-        lm, pool, calls = self._lm.for_programs, self._pool, read.Calls()
+        lm, pool, calls, group = self._lm.for_programs, self._pool, read.Calls(), reading.documents
         tokens, lengths = pad_tokens([each.tokens for each in group], lm.pad_token_id)
         layout, backend = self._lm.cache_layout(len(group), tokens.shape[1]), self._backend
         try:
             if lm.method.cache.reader is not None and layout.has_ranked_blocks:
                 given = tokens, lengths, lengths, layout, calls
-                self._programs = self._compilers.submit(functools.partial(read.read, lm, *given, backend=backend))
+                reading.programs = self._compilers.submit(functools.partial(read.read, lm, *given, backend=backend))
                 yield 0
-                logits, rows, shares = self._programs.result()
+                logits, rows, shares = reading.programs.result()
                 self._enter(group, *on_host((logits, shares, rows)))
                 return
             table = pool.empty_table(len(group), layout.widths, numbers)
             layers = read.Layers(lm, tokens, lengths, lengths, layout, calls, backend)
-            self._programs = self._compilers.submit(layers.prepare, shapes_of(pool.lend(table)))
+            reading.programs = self._compilers.submit(layers.prepare, shapes_of(pool.lend(table)))
             yield 0
-            self._programs.result()
+            reading.programs.result()
             layers.begin()
             for number in range(lm.config.num_layers):
                 table = pool.take_back(layers.read(number, pool.lend(table)))

@@ -49,9 +49,7 @@ def make(config):
 
 
 def publish(folder, config, kind, changes=()):
-    """Makes a checkpoint in eight bits as others publish them; returns its tensors as float32 numbers.
-
-    `changes` replace tensors; None removes one."""
+    """Makes a checkpoint in eight bits, with other tensors or (None) without; returns them as float32 numbers."""
     save_decoder(folder, make(config), jnp.float32)
     tensors, numbers = {}, {}
     for name, value in load_file(folder / "model.safetensors").items():

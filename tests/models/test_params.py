@@ -22,10 +22,7 @@ V_BIAS = "model.layers.1.self_attn.v_proj.bias"
 
 
 def shard(folder):
-    """Split `model.safetensors` into three files with an index, as large checkpoints are; the weight map.
-
-    Neighbours go to different files, and so do the tensors of one parameter.
-    """
+    """Splits `model.safetensors` into three files with an index; neighbours, and parts of parameters, go apart."""
     tensors = load_file(folder / "model.safetensors")
     weight_map = {}
     for part in range(3):

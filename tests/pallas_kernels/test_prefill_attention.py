@@ -16,10 +16,7 @@ from tca_jax.pallas_kernels.triton_call import AttentionTiles
 
 
 def _operands(backend, lengths, length, heads, kv_heads, head_dim, block, window, dtype=jnp.float32, budget=None):
-    """Random prompts and pools; `unused` wherever the kernel must not look.
-
-    `budget` gives every ranked block's budget by KV head; without it they are random.
-    """
+    """Random prompts and pools, `unused` where no kernel must look; `budget` of each block by KV head, or random."""
     rng, batch = np.random.default_rng(0), len(lengths)
     shapes = ((batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads))
     q, k, v = (poison(rng.standard_normal(shape), lengths, unused(backend)) for shape in shapes)
@@ -114,10 +111,7 @@ def test_tile_sizes_do_not_matter(backend, config):
 
 
 def _far(operands, block_size, window, shift):
-    """Random lists, of blocks from token `shift` on, and means; random tokens count as selected.
-
-    What is not used is NaN or negative.
-    """
+    """Random lists of blocks from token `shift` on, means and selected tokens; what is not used is NaN or negative."""
     rng, k = np.random.default_rng(1), operands[1]
     batch, length, heads, d = k.shape
     blocks = -(-length // block_size)

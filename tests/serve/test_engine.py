@@ -236,6 +236,18 @@ def test_answers_take_steps_between_parts(layered, parts):
     assert out.tokens == tca_jax.generate(layered, [[7, 8]], context=context, **ANSWER).tokens[0]
 
 
+def test_short_prompts_and_a_long_document_take_turns(layered, parts, monkeypatch):
+    monkeypatch.setattr("tca_jax.serve.scheduler._TOGETHER_TOKENS", 64)
+    with engine_of(layered) as engine:
+        engine._post(functools.partial(time.sleep, 0.5))  # so that both come in one round
+        id_, short = engine.read(DOCUMENT), engine.ask(None, DOCUMENT[:9], **ANSWER)
+        outs = [each.result(120).tokens for each in (short, engine.ask(id_, [7, 8], **ANSWER))]
+    assert parts.begun[: parts.begun.index(END)].count(BEGIN) == 2
+    context = tca_jax.prefill(layered, DOCUMENT)
+    own = [([7, 8], context), (DOCUMENT[:9], None)]
+    assert outs[::-1] == [tca_jax.generate(layered, [x], context=of, **ANSWER).tokens[0] for x, of in own]
+
+
 def test_answers_take_steps_between_questions(layered, parts, monkeypatch):
     monkeypatch.setattr("tca_jax.engine.extend._PIECE_TOKENS", 8)
     fed, own, wait_for = [], Batch.feed_next, Batch.wait
