@@ -127,8 +127,7 @@ class Batch:
         self._widen(self._widths_of(document.table.columns + kept, most), document.table.widths)
         if document.placed is None or document.placed.widths != self._widths:
             document.placed = pool.in_pool(document.table, document.pages, self._widths)
-        given = pool.lend(None, free), document.placed, np.asarray([most], np.int32)
-        return pool.take_back(pages.fork.run(self._bare_lm, *given))
+        return pool.take_back(pages.fork.run(self._bare_lm, pool.lend(None, free), document.placed, np.int32([most])))
 
     def end(self, request: Request) -> None:
         """Gives back the row and the pages of a request; nothing where it has none."""

@@ -29,7 +29,7 @@ from tca_jax.serve.pages import Numbers, bare, row_of
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # longer documents are read alone, in turn with shorter ones
-_PART_SECONDS = 0.04  # that running answers wait: half for questions, a piece at least, the rest for documents, a layer
+_PART_SECONDS = 0.03  # that running answers wait: half for questions, a piece at least, the rest for documents, a layer
 _COMPILE_WAIT_SECONDS = 0.01  # before answers take steps
 _log = logging.getLogger(__name__)
 
@@ -104,11 +104,13 @@ class Scheduler:
         under_way = documents.store()
         worked = self._no_pages = self._no_rows = False  # none waits yet for pages of documents, or for a row
         waiting: list[Any] = [*documents.to_be_read(), *(each for each in self._requests if not each.scheduled)]
-        for each in sorted(waiting, key=lambda each: each.arrival):
+        for each in (waiting := sorted(waiting, key=lambda each: each.arrival)):
             if worked and time.perf_counter() - begun > _PART_SECONDS / 2:
                 break  # the others have the next round
             with self._failing(each):
                 worked |= self._begin_reading(each) if isinstance(each, Document) else self._proceed(each)
+            if isinstance(each, Request) and each.slot is not None and each.fed < len(each.new):
+                waiting.append(each)  # its next piece comes after the others' turn
         worked |= self._read_on(max(_PART_SECONDS / 2, begun + _PART_SECONDS - time.perf_counter()))
         if requests := self._batch.requests:
             with self._failing(*requests):
@@ -196,7 +198,7 @@ class Scheduler:
                 return False
             self._batch.feed_next(request)
             jax.block_until_ready(self._pool.arrays)  # the round's time counts it
-            request.arrival = next(self._arrivals)  # its next piece comes after the others' turn
+            request.arrival = next(self._arrivals)
         if request.fed == len(request.new) and self._update_mask(request):
             self._batch.admit(request)
         return True
@@ -307,8 +309,7 @@ class Scheduler:
         first = bucket_length(len(document.tokens))
         if not self._is_short(document):
             return [document]
-        unread = [each for each in self._documents.to_be_read() if len(each.parts) == 1]
-        same = [each for each in unread if bucket_length(len(each.tokens)) == first]
+        same = [x for x in self._documents.to_be_read() if self._is_short(x) and bucket_length(len(x.tokens)) == first]
         most = min(len(same), self._pool.documents // self._num_pages(first), max(1, _TOGETHER_TOKENS // first))
         return [document, *(each for each in same if each is not document)][: 1 << (most.bit_length() - 1)]
 
