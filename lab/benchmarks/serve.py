@@ -54,7 +54,7 @@ NOTE = (
 SOAK_NOTE = (
     "{documents} documents of {tokens:,} tokens in float32, few of which fit memory, {rows} rows, seed {seed}. Clients "
     "send requests one after the other; answers are compared with those of `generate`, of a cancelled one the tokens "
-    "so far. `process MB`: the process at the end, without documents; `grown MB`: growth in a third, the least. {shares}"
+    "so far. `process MB`: the process at the end, without documents; `grown MB`: least growth in a third. {shares}"
 )
 
 
