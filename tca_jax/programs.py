@@ -123,9 +123,9 @@ class Compiled:
         except ValueError:
             if self.place is None:
                 raise
-        # Some are on other devices. To look each time would take longer than the call.
-        with jax.set_mesh(args[0].mesh):
-            return executable(args[0], *self.place(args[0], args[1:]))
+            # Some are on other devices. To look each time would take longer than the call.
+            with jax.set_mesh(args[0].mesh):
+                return executable(args[0], *self.place(args[0], args[1:]))
 
 
 def forget_programs() -> None:

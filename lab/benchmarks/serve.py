@@ -38,7 +38,7 @@ _COPY_REPEATS = 7
 _SECONDS = 600.0  # longest wait for the engine
 _QUESTIONS = 3  # of a soak, about each document
 _DEVICE_ROOM, _HOST_ROOM = 2.5, 2.2  # documents of a soak that fit the device and host memory
-_SLACK = 2**27  # bytes by which the process may grow
+_SLACK = 2**26  # bytes by which the process may grow in each third of a soak
 _Request = tuple[list[int] | None, list[int], common.Row, list[int]]  # document, prompt, options, expected answer
 _SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 1}
 

@@ -28,13 +28,13 @@ from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 from tca_jax.programs import Program
 
-_PIECE_TOKENS = 2048  # of a row in one pass over the layers: enough for matrix products at full speed
+_PIECE_TOKENS = 2048  # of a row in one pass over the layers, at most: enough for matrix products at full speed
 
 
 def pass_tokens(policy: CachePolicy, tokens: int) -> int:
     """Columns of a pass that feeds the first of `tokens`: 1, 4, 16, ... blocks, few programs; by scores one block."""
     size = policy.block_size
-    while not policy.by_scores and 4 * size < tokens + policy.block_size and 4 * size <= _PIECE_TOKENS:
+    while not policy.by_scores and 2 * size < tokens and 4 * size <= _PIECE_TOKENS:
         size *= 4
     return size
 
@@ -61,7 +61,7 @@ class Where(NamedTuple):
 def feed(
     lm: LM,
     rows: Rows,  # overwritten
-    tokens: Int[Array | np.ndarray, "R S"],  # right-padded; S is of `num_columns`
+    tokens: Int[Array | np.ndarray, "R S"],  # right-padded
     starts: Int[Array | np.ndarray, " R"],  # tokens in the rows, at least 1
     lengths: Int[Array | np.ndarray, " R"],  # tokens to append; of a row of none logits mean nothing
     calls: Calls,
@@ -92,7 +92,7 @@ def feed(
         hidden, logits, rows = calls(_feed_end_program, outer, x, logits, rows, begin, here)
         found += [hidden] * keep_hidden
         column += size
-    return rows, logits, jnp.concatenate(found, axis=1) if found else None
+    return rows, logits, jnp.concatenate(found, axis=1)[:, : tokens.shape[1]] if found else None
 
 
 def _feed_begin(
@@ -133,7 +133,7 @@ def _feed_layer(
     queries: bool,
     layer: int | None,
 ) -> tuple[Array, Rows, Array, Array | None]:
-    """A layer of appended tokens: for each block evicts, writes the new tokens, attends."""
+    """A layer of appended tokens: for each block evicts, unless by scores, writes the new tokens, attends."""
     module, index, policy = lm.layer(weights), number if layer is None else layer, lm.method.cache
     b, scores = rows.page_size, lm.scores(index, module.attention_norm(x), here.first[:, None] + jnp.arange(x.shape[1]))
     scores = None if scores is None else scores.swapaxes(1, 2)

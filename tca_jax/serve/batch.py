@@ -76,12 +76,11 @@ class Batch:
         self._lm, self._pool, self._backend, self._max_rows = lm, pool, backend, max_rows
         self._program_lm, self._bare_lm = lm.for_programs, lm.without_weights
         self.rows: list[Request | None] = [None] * max(2, max_rows)  # a single row is written without looking
-        self._widths = self._widths_of(0, 1)
-        self._bounded = lm.method.cache.window < UNBOUNDED
+        self._widths, self._bounded = self._widths_of(0, 1), lm.method.cache.window < UNBOUNDED
         self._step_programs: dict[Any, Sequence[Callable[..., Any]]] = {}
         #: Dispatched steps in their order: the packed output, and the rows.
         self.pending: list[tuple[jax.Array, tuple[Request | None, ...]]] = []
-        self._calls = Calls()
+        self._calls, self._placed = Calls(), list[Document]()  # documents whose table is on the device
         self.restart()
 
     def own_pages(self, document_tokens: int, own_tokens: int) -> tuple[int, int]:
@@ -126,15 +125,18 @@ class Batch:
         _, kept = self.own_pages(len(document.tokens), own_tokens)
         self._widen(self._widths_of(document.table.columns + kept, most), document.table.widths)
         if document.placed is None or document.placed.widths != self._widths:
+            self._placed.append(document)
+            if len(self._placed) > 4 * self._max_rows:  # tables take memory that no page counts
+                self._placed.pop(0).placed = None
             document.placed = pool.in_pool(document.table, document.pages, self._widths)
-        return pool.take_back(pages.fork.run(self._bare_lm, pool.lend(None, free), document.placed, np.int32([most])))
+        given = pool.lend(None, free), document.placed, np.asarray([most], np.int32)
+        return pool.take_back(pages.fork.run(self._bare_lm, *given))
 
     def end(self, request: Request) -> None:
         """Gives back the row and the pages of a request; nothing where it has none."""
         if request.slot is not None:
             self._pool.free_answers += request.reserved
-            self.rows[request.slot] = None
-            request.reserved, request.slot, request.scheduled = 0, None, 0
+            self.rows[request.slot], request.reserved, request.slot, request.scheduled = None, 0, None, 0
 
     def row_of(self, request: Request) -> Rows:
         return pages.row.run(self._bare_lm, bare(self.table), np.int32(request.slot or 0))

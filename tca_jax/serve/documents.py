@@ -157,10 +157,9 @@ class Documents:
 
     def fail(self, document: Document, error: Exception, *, listed: bool = True) -> None:
         """Marks a document as failed. Its pages are freed; a named one may stay listed."""
-        document.error = error
         self._release(document)
         self.unpin(document)
-        document.chunks, document.parent, document.storing = None, None, False
+        document.error, document.chunks, document.parent, document.storing = error, None, None, False
         if not (document.named and listed) and self.by_id.get(document.id) is document:
             del self.by_id[document.id]
 

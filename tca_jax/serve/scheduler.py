@@ -53,11 +53,10 @@ class Scheduler:
     def __init__(self, lm: LM, documents: Documents, max_rows: int, backend: Backend) -> None:
         self._lm, self._documents, self._pool = lm, documents, documents.pool
         self._batch = Batch(lm, documents.pool, max_rows, backend)
-        self._backend, self._speed = backend, 0.0  # tokens times layers a second
-        self._readings: list[Reading] = []  # a long one, and one of short documents; the last one's turn is next
+        self._backend, self._speeds = backend, [0.0, 0.0]  # tokens times layers a second, of others and short documents
+        self._readings: list[Reading] = []  # one of short documents and another one; the last one's turn is next
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="tca-jax-compile")
-        self._requests: list[Request] = []  # that have not ended
-        self._arrivals = itertools.count()
+        self._requests, self._arrivals = list[Request](), itertools.count()  # requests that have not ended
 
     # What other threads call
 
@@ -168,8 +167,8 @@ class Scheduler:
 
     def _begin_reading(self, document: Document) -> bool:
         """Starts to read a document, and short ones with it; false without enough pages, and while others are read."""
-        short = [self._is_short(each.documents[0]) for each in self._readings]
-        if (short and (any(short) or not self._is_short(document))) or (self._no_pages and not pins(document)):
+        kinds = [self._is_short(each.documents[0]) for each in self._readings]
+        if self._is_short(document) in kinds or (self._no_pages and not pins(document)):
             return False
         if self._documents.parent_of(document) is not None and not self._reach(document):
             return False
@@ -307,7 +306,7 @@ class Scheduler:
     def _group(self, document: Document) -> list[Document]:
         """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
         first = bucket_length(len(document.tokens))
-        if not self._is_short(document):
+        if self._readings or not self._is_short(document):
             return [document]
         same = [x for x in self._documents.to_be_read() if self._is_short(x) and bucket_length(len(x.tokens)) == first]
         most = min(len(same), self._pool.documents // self._num_pages(first), max(1, _TOGETHER_TOKENS // first))
@@ -335,11 +334,11 @@ class Scheduler:
         else:
             return False
         self._readings = [reading, *(each for each in self._readings if each is not reading)]
-        begun, done = time.perf_counter(), 0
+        begun, done, kind = time.perf_counter(), 0, self._is_short(reading.documents[0])
         with self._failing(*reading.documents):
             try:
                 for count in reading.parts if wanted else ():
-                    if (done := done + count) + count > self._speed * seconds:
+                    if (done := done + count) + count > self._speeds[kind] * seconds:
                         break
                 else:
                     self._end_reading(reading)
@@ -348,7 +347,7 @@ class Scheduler:
             except Exception:
                 self._end_reading(reading)
                 raise
-            self._speed = done / (time.perf_counter() - begun)
+            self._speeds[kind] = done / (time.perf_counter() - begun) or self._speeds[kind]
         return True
 
     def _append(self, document: Document, numbers: Numbers) -> Iterator[int]:

@@ -105,8 +105,9 @@ def test_documents_of_a_method_that_repeats_them():
     assert out.tokens == tca_jax.generate(lm, [[70, 71]], context=context, max_new_tokens=8, **NEVER).tokens[0]
 
 
-def test_answers_by_scored_tokens_equal_generate():
+def test_answers_by_scored_tokens_equal_generate(monkeypatch):
     """Evicted tokens leave means: in documents, questions of several blocks, answers, and what is asked next."""
+    monkeypatch.setattr("tca_jax.serve.scheduler._PART_SECONDS", 60)  # the blocks of a question share a round
     layers = CONFIG.num_layers
     maps = np.random.default_rng(0).normal(size=(layers, CONFIG.num_kv_heads, CONFIG.hidden_size + 1))
     each = jnp.ones(layers)
