@@ -28,13 +28,13 @@ from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 from tca_jax.programs import Program
 
-_PIECE_TOKENS = 2048  # of a row in one pass over the layers, at most: enough for matrix products at full speed
+_PASS_TOKENS = 2048  # of a row in one pass over the layers, at most: enough for matrix products at full speed
 
 
 def pass_tokens(policy: CachePolicy, tokens: int) -> int:
     """Columns of a pass that feeds the first of `tokens`: 1, 4, 16, ... blocks, few programs; by scores one block."""
     size = policy.block_size
-    while not policy.by_scores and 2 * size < tokens and 4 * size <= _PIECE_TOKENS:
+    while not policy.by_scores and 2 * size < tokens and 4 * size <= _PASS_TOKENS:
         size *= 4
     return size
 

@@ -80,7 +80,7 @@ class Batch:
         self._step_programs: dict[Any, Sequence[Callable[..., Any]]] = {}
         #: Dispatched steps in their order: the packed output, and the rows.
         self.pending: list[tuple[jax.Array, tuple[Request | None, ...]]] = []
-        self._calls, self._placed = Calls(), list[Document]()  # documents whose table is on the device
+        self._calls, self._placed = Calls(), dict[Document, tuple[Any, Any]]()  # pages, and their table on the device
         self.restart()
 
     def own_pages(self, document_tokens: int, own_tokens: int) -> tuple[int, int]:
@@ -124,12 +124,13 @@ class Batch:
         pool, most = self._pool, len(document.tokens) + own_tokens
         _, kept = self.own_pages(len(document.tokens), own_tokens)
         self._widen(self._widths_of(document.table.columns + kept, most), document.table.widths)
-        if document.placed is None or document.placed.widths != self._widths:
-            self._placed.append(document)
-            if len(self._placed) > 4 * self._max_rows:  # tables take memory that no page counts
-                self._placed.pop(0).placed = None
-            document.placed = pool.in_pool(document.table, document.pages, self._widths)
-        given = pool.lend(None, free), document.placed, np.asarray([most], np.int32)
+        numbers, table = self._placed.pop(document, (None, None))
+        if numbers is not document.pages or table.widths != self._widths:
+            table = pool.in_pool(document.table, document.pages, self._widths)
+        self._placed[document] = document.pages, table
+        if len(self._placed) > 4 * self._max_rows:  # no page counts their memory
+            del self._placed[next(iter(self._placed))]
+        given = pool.lend(None, free), table, np.asarray([most], np.int32)
         return pool.take_back(pages.fork.run(self._bare_lm, *given))
 
     def end(self, request: Request) -> None:

@@ -54,7 +54,6 @@ class Document:
     table: Any = None  # `Rows` of one, see `PagePool.numbered`; None until it was read
     pages: Numbers = dataclasses.field(default_factory=list)  # that the table's numbers stand for, on the device
     here: bool = False  # whether it has these pages
-    placed: Any = None  # the table on the device, of these pages, as it was needed last
     arriving: list[Rows] | None = None  # copies of `chunks` on their way there
     chunks: list[Rows] | None = None  # its keys and values in host memory; None where they are not there
     logits: np.ndarray | None = None  # of the token after it, float32 [1, V]; not of named ones
@@ -172,7 +171,7 @@ class Documents:
     def _release(self, document: Document) -> None:
         if document.here:
             self.pool.allocator.release(document.pages)
-        document.here, document.arriving, document.placed = False, None, None
+        document.here, document.arriving = False, None
 
     # The device
 

@@ -46,7 +46,7 @@ def context(sparse):
     ],
 )
 def test_contexts_equal_one_long_prompt(full, method, options, tokens, piece, monkeypatch):
-    monkeypatch.setattr(extend, "_PIECE_TOKENS", piece)
+    monkeypatch.setattr(extend, "_PASS_TOKENS", piece)
     lm, question = full.with_method(method, **options), random_prompt(1, tokens)
     context = tca_jax.prefill(lm, DOCUMENT)
     out, whole = (

@@ -250,7 +250,7 @@ def test_short_prompts_and_a_long_document_take_turns(layered, parts, monkeypatc
 
 
 def test_answers_take_steps_between_questions(layered, parts, monkeypatch):
-    monkeypatch.setattr("tca_jax.engine.extend._PIECE_TOKENS", 8)
+    monkeypatch.setattr("tca_jax.engine.extend._PASS_TOKENS", 8)
     fed, own, wait_for = [], Batch.feed_next, Batch.wait
     monkeypatch.setattr(Batch, "feed_next", lambda batch, each: (fed.append(len(each.new)), own(batch, each)))
     monkeypatch.setattr(Batch, "wait", lambda batch: (fed.append(0), wait_for(batch))[1])
