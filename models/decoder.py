@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from tca_jax.errors import require
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.names import MODEL
-from tca_jax.models.projections import Linear, by_chunks, dot_general, is_quantized, precision_of
+from tca_jax.models.projections import Linear, by_chunks, is_quantized, precision_of
 from tca_jax.models.rope import apply_rope, rope_cos_sin
 
 # (layer, q [B, L, Hq, d], k [B, L, Hkv, d], v [B, L, Hkv, d], state) -> (out [B, L, Hq, d], new state)
@@ -281,14 +281,14 @@ class Decoder(nnx.Module):
                 return self.head(hidden)
             # The embedding's second axis is contracted: no transposed copy of it (`nnx.Embed.attend` makes one, and
             # gives logits in the decoder's dtype).
-            return dot_general(
+            scores = jax.lax.dot_general(
                 hidden,
                 self.embedding[...].astype(hidden.dtype),
                 (((hidden.ndim - 1,), (1,)), ((), ())),
-                finish=sum_parts if self.sharded else _unchanged,
                 precision=precision_of(hidden.dtype),
                 preferred_element_type=jnp.float32,
             )
+            return sum_parts(scores) if self.sharded else scores
 
 
 def _normal(key: Array, shape: tuple[int, ...], dtype: DTypeLike, std: float = _INIT_STD) -> Array:
@@ -301,10 +301,7 @@ def _unchanged(x: Array) -> Array:
 
 
 def sum_parts(product: Array) -> Array:
-    """The product over a contracted axis of which each device has a part.
-
-    Of one row that is computed as two, both are summed: a slice in front of the sum would be a kernel of its own.
-    """
+    """The product over a contracted axis of which each device has a part."""
     return jax.lax.psum(product, MODEL)
 
 

@@ -1,4 +1,4 @@
-"""How projections are computed: those of long prompts in chunks of tokens, in preallocated buffers; a row as two.
+"""How projections are computed: those of long prompts in chunks of tokens, in preallocated buffers; a token as two.
 
 FP8 weights are stored as e4m3 codes `[*out, in]` and a float32 scale `[*out]`: W = codes * scale. Products have two
 forms. Products of few tokens take the time of reading the weights, which are converted exactly inside the product.
@@ -30,7 +30,6 @@ _FEW_TOKENS = 64
 # What XLA does by default, but by name: it then asks cuBLASLt alone, and does not compile slower kernels for 50 s.
 _CUBLASLT = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 _LEAST_SCALE = 1e-30  # of vectors of zeros, too: its inverse is finite
-_FEW_WEIGHTS = 10_000_000  # with fewer, XLA computes a vector's product as a sum of elementwise products
 
 
 def by_chunks(function: Any, sizes: tuple[int, ...], *inputs: Array, in_place: bool = False, room: int = 0) -> Any:
@@ -75,36 +74,17 @@ def by_chunks(function: Any, sizes: tuple[int, ...], *inputs: Array, in_place: b
     return jax.tree.map(lambda x: x.at[tokens:].set(0).reshape(batch, length + room, *x.shape[1:]), results)
 
 
-def dot_general(
-    lhs: Array,
-    rhs: Array,
-    dimension_numbers: Any,
-    *,
-    finish: Callable[[Array], Array] = lambda product: product,
-    few_weights: int = _FEW_WEIGHTS,
-    **options: Any,
-) -> Array:
-    """`jax.lax.dot_general` without batch axes; on an NVIDIA GPU, one row times few weights is computed as two rows.
+def single_twice(x: Num[Array, "B n *rest"]) -> Num[Array, "B m *rest"]:
+    """On a GPU, the only token of the only row twice; other tokens as they are.
 
-    XLA computes a vector times a small matrix as a sum of elementwise products: it rounds each product to the result's
-    dtype and writes all of them to memory before it adds them. This affects the projections of models of up to three
-    billion parameters, and those of larger models that are split over devices. Two rows stay a matrix product, which
-    reads the weights once and adds in float32; the second row costs nothing, because a tile has sixteen.
-
-    `finish` is applied to the product while it still has both rows; from `few_weights` on a row stays one.
+    XLA computes the norm of a single token by two kernels, and its product with a small matrix, or one in eight bits,
+    as a sum of elementwise products, each of them rounded and written to memory. Those of two tokens are one kernel
+    each, which reads the weights once and adds in float32. The second costs nothing: a tile has sixteen.
     """
-    (contracted, _), _ = dimension_numbers
-    free = [i for i in range(lhs.ndim) if i not in contracted]
-
-    def product(lhs: Array, rhs: Array) -> Array:
-        return finish(jax.lax.dot_general(lhs, rhs, dimension_numbers, **options))
-
-    def of_two_rows(lhs: Array, rhs: Array) -> Array:
-        return product(jnp.repeat(lhs, 2, free[0]), rhs)[:1]
-
-    if not free or any(lhs.shape[i] > 1 for i in free) or rhs.size >= few_weights:
-        return product(lhs, rhs)
-    return jax.lax.platform_dependent(lhs, rhs, cuda=of_two_rows, default=product)
+    if x.shape[:2] != (1, 1) or jax.default_backend() != "gpu":
+        return x
+    flat = jnp.broadcast_to(x.reshape(1, 1, -1), (1, 2, x.size))  # products take this in, but not one of more axes
+    return flat.reshape(1, 2, *x.shape[2:])
 
 
 def precision_of(dtype: DTypeLike) -> jax.lax.Precision | None:
@@ -167,7 +147,7 @@ class Linear(nnx.Module):
         else:  # flat, or cuBLAS does not add the bias
             kernel, axes = self.kernel[...].astype(self.dtype), (((x.ndim - 1,), (0,)), ((), ()))
             options: Any = {"precision": precision_of(self.dtype), "preferred_element_type": self.result}
-            y = dot_general(x, kernel.reshape(len(kernel), -1), axes, finish=self.finish, **options)
+            y = self.finish(jax.lax.dot_general(x, kernel.reshape(len(kernel), -1), axes, **options))
             out = kernel.shape[1:]
         flat = y.reshape(*x.shape[:-1], -1)
         flat = flat if self.bias is None else flat + self.bias[...].astype(self.dtype).reshape(-1)
@@ -189,9 +169,8 @@ def quantized_product(
 def _product(x: Array, codes: Array, scale: Array) -> Array:
     axes = (((x.ndim - 1,), (codes.ndim - 1,)), ((), ()))
     if math.prod(x.shape[:-1]) <= _FEW_TOKENS:
-        # XLA converts the weights as fast as it reads them from two rows on.
-        precision = precision_of(x.dtype)
-        y = dot_general(x, codes.astype(x.dtype), axes, few_weights=codes.size + 1, precision=precision)
+        # XLA converts the weights as fast as it reads them.
+        y = jax.lax.dot_general(x, codes.astype(x.dtype), axes, precision=precision_of(x.dtype))
         return (y.astype(jnp.float32) * scale).astype(x.dtype)
     x_codes, x_scale = quantize(x)
     # Bare, with the sum in bfloat16 or float32, or XLA makes no product of e4m3 numbers of it.

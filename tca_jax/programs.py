@@ -18,7 +18,9 @@ from jax.sharding import SingleDeviceSharding
 _MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 
 # XLA takes a pool that a program overwrites for two, and would compute parts twice to save memory that is not used.
-_ON_GPU = {"xla_disable_hlo_passes": "rematerialization"}
+# CUDA graphs run kernels beside each other that do not need each other: a step's writes of keys and of values.
+_ON_GPU: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
+_ON_GPU |= {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 # For programs of a layer of prompts: no CUDA graphs, since updating one with another layer's addresses takes longer
 # than launches; products by cuBLAS alone, sums by one emitter: XLA would compile and time several kernels for each.
 _ONE_LAYER = _ON_GPU | {"xla_gpu_graph_min_graph_size": 2**30, "xla_gpu_enable_triton_gemm": False}

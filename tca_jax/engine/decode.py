@@ -18,6 +18,7 @@ from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, any_row
 from tca_jax.engine.pages import Rows, runtime_number
 from tca_jax.engine.sampling import Sampling, sample
 from tca_jax.methods.base import UNBOUNDED, CachePolicy, Heads
+from tca_jax.models.projections import single_twice
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import scaled_scores
 from tca_jax.pallas_kernels.paged_attention import paged_attention
@@ -104,14 +105,16 @@ class Steps:
         before = rows.start
         start = before if leaving is None else before + jnp.where(leaving, rows.page_size, 0)
         new = None if fed.size == 1 else fed[:, None]  # a single row is written without looking
-        x, (cos, sin) = decoder.embed(state.last[:, None]), decoder.angles(positions[:, None])
+        x = decoder.embed(single_twice(state.last[:, None]))
+        cos, sin = decoder.angles(single_twice(positions[:, None]))
         inputs = list[Array]()
 
         def of_layer(weights: Any, x: Array, rows: Rows, layer: int | Array, known: Any) -> tuple[Array, Rows, Any]:
             module = lm.layer(weights)
-            normed = module.attention_norm(x) if policy.by_scores else None
+            normed = module.attention_norm(x)[:, :1] if policy.by_scores else None
 
             def attention(q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Rows]:
+                q, k, v = (y[:, :1] for y in (q, k, v))
                 if leaving is not None:
                     token = q[:, 0], k[:, 0]
                     rows = evict_block(
@@ -122,7 +125,7 @@ class Steps:
                 summary = policy.summarize(layer, pages[0]) if summaries is None else known
                 pages = policy.attended(layer, q[:, 0], pages, (summary,))
                 out, _ = paged_attention(q, pages, positions, positions, window=policy.window, backend=self.backend)
-                return out, rows
+                return single_twice(out), rows
 
             return *module(x, cos, sin, attention, rows), normed
 
@@ -197,8 +200,9 @@ def draw(
         rows, running = jnp.arange(logits.shape[0]), ~state.done if running is None else running
         drawable = logits
         if state.min_new_tokens is not None:
-            stopless = logits.at[rows[:, None], state.stop_tokens].set(-jnp.inf, mode="drop")
-            drawable = jnp.where((state.step < state.min_new_tokens)[:, None], stopless, logits)
+            # Compared, not scattered: a scatter copies all logits in every step.
+            stops = (jnp.arange(logits.shape[1])[:, None] == state.stop_tokens[..., None, :]).any(axis=-1)
+            drawable = jnp.where(stops & (state.step < state.min_new_tokens)[:, None], -jnp.inf, logits)
         if allowed is not None:
             bits = jnp.unpackbits(allowed, axis=-1, count=logits.shape[-1], bitorder="little")
             drawable = jnp.where(bits == 1, drawable, -jnp.inf)

@@ -27,6 +27,7 @@ from tca_jax.methods.base import Attended, BlockMeans, Heads, Method, last_queri
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.regions import Regions, Selection, causal_pairs
 from tca_jax.models.names import MODEL, parameters
+from tca_jax.models.projections import single_twice
 from tca_jax.models.sharding import DATA, axis_size, layer_chunks
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pool
@@ -275,7 +276,7 @@ def _end(
     shares: Float32[Array, " B"],
 ) -> tuple[Float32[Array, "B V"], Float32[Array, " B"]]:
     """The second half of the last layer, of each prompt's last token, and the logits after it."""
-    x, out = (each[jnp.arange(len(lengths)), lengths - 1][:, None] for each in (x, out))
+    x, out = (single_twice(each[jnp.arange(len(lengths)), lengths - 1][:, None]) for each in (x, out))
     x = lm.decoder.final_norm(lm.layer(weights).after_attention(x, out)[:, 0])
     return lm.decoder.logits(x), mean_of_devices(shares, lm.head_shards) / lm.config.num_layers
 

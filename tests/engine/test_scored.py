@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import CONFIG, random_prompt, tiny_lm
@@ -10,11 +11,12 @@ from tiny import CONFIG, random_prompt, tiny_lm
 import tca_jax
 from tca_jax.calibration.predicted_worth import SHARES, WorthMaps
 from tca_jax.calibration.worth_profile import WorthProfile
+from tca_jax.engine import decode, read
 from tca_jax.engine.score import score_answers
 from tca_jax.lab.plots import kept_tokens
 from tca_jax.methods import worth
 from tca_jax.methods.worth import BLOCK, RESERVE
-from tca_jax.programs import Program
+from tca_jax.programs import Program, forget_programs
 
 OPTIONS = {"max_new_tokens": 200, "stop_token_ids": (), "logprobs": True}
 
@@ -57,6 +59,21 @@ def test_fed_tokens_are_those_of_decoding(profile, tmp_path):
     tca_jax.prefill(lm, prompt).save(tmp_path)
     options = OPTIONS | {"max_new_tokens": 40, "context": tca_jax.Context.load(tmp_path)}
     assert tca_jax.generate(lm, out.tokens[0][:100], **options).tokens[0][:40] == out.tokens[0][100:140]
+
+
+@pytest.mark.parametrize("kept", [None, 0.3])
+def test_a_token_computed_twice_answers_alike(profile, kept, monkeypatch):
+    """As on a GPU, where a token is not alone."""
+    lm = tiny_lm() if kept is None else tiny_lm().with_profile(profile.with_kept(kept))
+    expected, doubled = tca_jax.generate(lm, random_prompt(3, 600), **OPTIONS), list[tuple[int, ...]]()
+    for module in (decode, read):
+        monkeypatch.setattr(module, "single_twice", lambda x: doubled.append(x.shape) or jnp.concatenate([x, x], 1))
+    forget_programs()
+    out = tca_jax.generate(lm, random_prompt(3, 600), **OPTIONS)
+    forget_programs()
+    assert {shape[:2] for shape in doubled} == {(1, 1)}
+    assert out.tokens == expected.tokens
+    np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-4)
 
 
 @pytest.mark.parametrize(("kept", "half"), [(None, "_attend_layer"), (0.3, "_project")])

@@ -1,7 +1,6 @@
-"""Projections: in chunks of tokens, of a single row, and in e4m3."""
+"""Projections: in chunks of tokens, of a single token, and in e4m3."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +10,11 @@ from cuda_lowering import lowered_for_cuda
 from flax import nnx
 from tiny import CONFIG
 
-from tca_jax.models import projections
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.projections import E4M3, LARGEST_CODE, Linear, by_chunks, dot_general, quantize, quantized_product
+from tca_jax.models.projections import E4M3, LARGEST_CODE, Linear, by_chunks, quantize, quantized_product, single_twice
 
 #: 33 tokens: one chunk, equal chunks and a rest, unequal chunks that end in the first or in a later chunk of a step.
 SIZES = [(33,), (8,), (11,), (5, 7, 6), (14, 18)]
-DIMENSIONS = {
-    "row": ((1, 1, 24), (24, 3, 16), (((2,), (0,)), ((), ()))),
-    "rows": ((3, 5, 24), (24, 3, 16), (((2,), (0,)), ((), ()))),
-    "vector": ((24,), (24, 16), (((0,), (0,)), ((), ()))),
-    "transposed": ((1, 24), (16, 24), (((1,), (1,)), ((), ()))),
-    "column": ((24, 1), (24, 16), (((0,), (0,)), ((), ()))),
-}
 TOKENS = {"few": (3,), "one": (1, 1), "many": (2, 65)}
 
 
@@ -46,35 +37,14 @@ def test_chunks_give_what_all_tokens_give(sizes):
     assert max(seen) <= max(sizes)
 
 
-@pytest.mark.parametrize("case", DIMENSIONS)
-@pytest.mark.parametrize("gpu", [False, True])
-def test_a_row_is_multiplied_as_others(case, gpu, monkeypatch):
-    """The branch for GPUs, two rows of which one comes back, is run here too."""
-    of_lhs, of_rhs, dimensions = DIMENSIONS[case]
-    lhs, rhs = normal(0, *of_lhs), normal(1, *of_rhs)
-    if gpu:
-        monkeypatch.setattr(projections.jax.lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
-    wanted = jax.lax.dot_general(lhs, rhs, dimensions)
-    np.testing.assert_allclose(dot_general(lhs, rhs, dimensions), wanted, rtol=1e-5, atol=1e-5)
-    narrow = dot_general(lhs.astype(jnp.bfloat16), rhs, dimensions, preferred_element_type=jnp.float32)
-    assert narrow.shape == wanted.shape
-    assert narrow.dtype == jnp.float32
-
-
-@pytest.mark.parametrize(
-    ("platform", "of_lhs", "of_rhs", "rows"),
-    [
-        ("cuda", (1, 64), (64, 32), 2),
-        ("cpu", (1, 64), (64, 32), 1),
-        ("cuda", (3, 64), (64, 32), 3),
-        ("cuda", (1, 4096), (4096, 4096), 1),
-    ],
-)
-def test_only_gpus_double_rows_of_few_weights(platform, of_lhs, of_rhs, rows):
-    arguments = jax.ShapeDtypeStruct(of_lhs, jnp.bfloat16), jax.ShapeDtypeStruct(of_rhs, jnp.bfloat16)
-    traced = jax.jit(lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ())))).trace(*arguments)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert re.findall(r"dot_general .*: \(tensor<(\d+)x", text) == [str(rows)]
+@pytest.mark.parametrize(("shape", "tokens"), [((1, 1, 3, 8), 2), ((1, 1), 2), ((2, 1, 24), 1), ((1, 3, 24), 3)])
+def test_only_gpus_compute_a_single_token_twice(shape, tokens, monkeypatch):
+    x = normal(0, *shape)
+    assert single_twice(x).shape == shape or jax.default_backend() == "gpu"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    got = single_twice(x)
+    np.testing.assert_array_equal(got, jnp.concatenate([x, x], axis=1) if tokens > shape[1] else x)
+    assert got.shape == (shape[0], tokens, *shape[2:])
 
 
 def test_codes_are_within_half_a_step():
