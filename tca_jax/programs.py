@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,13 +20,16 @@ from jax.sharding import SingleDeviceSharding
 _MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 
 # XLA takes a pool that a program overwrites for two, and would compute parts twice to save memory that is not used.
-# CUDA graphs run kernels beside each other that do not need each other: a step's writes of keys and of values.
-_ON_GPU: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
-_ON_GPU |= {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-# For programs of a layer of prompts: no CUDA graphs, since updating one with another layer's addresses takes longer
-# than launches; products by cuBLAS alone, sums by one emitter: XLA would compile and time several kernels for each.
-_ONE_LAYER = _ON_GPU | {"xla_gpu_graph_min_graph_size": 2**30, "xla_gpu_enable_triton_gemm": False}
-_ONE_LAYER |= {"xla_gpu_experimental_enable_fusion_autotuner": False}
+_ON_GPU: Mapping[str, Any] = MappingProxyType({"xla_disable_hlo_passes": "rematerialization"})
+#: For steps of decoding: a CUDA graph runs kernels beside each other that do not need each other, as the writes of keys
+#: and of values, for which XLA gives each its own memory.
+STEP: Mapping[str, Any] = MappingProxyType({**_ON_GPU, "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"})
+#: For products of many tokens: by cuBLAS alone, sums by one emitter, or XLA would compile and time several kernels.
+MANY_TOKENS: Mapping[str, Any] = MappingProxyType(
+    {**_ON_GPU, "xla_gpu_enable_triton_gemm": False, "xla_gpu_experimental_enable_fusion_autotuner": False}
+)
+#: For those of one layer, which is another one in each call: no CUDA graphs, which would be updated by cuBLAS's calls.
+ONE_LAYER: Mapping[str, Any] = MappingProxyType({**MANY_TOKENS, "xla_gpu_graph_min_graph_size": 2**30})
 _OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
 _kept: dict[_Key, Compiled] = {}  # least recently used first
 _compilers = ThreadPoolExecutor(4, thread_name_prefix="tca-jax-compile")
@@ -52,9 +57,9 @@ class Program:
         function: Callable[..., Any],
         donate: tuple[int, ...] = (),  # positions of arguments whose buffers the program may overwrite
         *,
-        one_layer: bool = False,  # whether it is called with another layer's weights each time
+        on_gpu: Mapping[str, Any] = _ON_GPU,  # XLA's options there
     ) -> None:
-        self.function, self._donate, self._one_layer = function, donate, one_layer
+        self.function, self._donate, self._on_gpu = function, donate, on_gpu
 
     def start(self, *args: Any, **static: Any) -> Compiled:
         """The program for arguments, or for their shapes, which a thread may still be compiling."""
@@ -63,6 +68,10 @@ class Program:
             return self._start(args, static, None)
         with jax.set_mesh(args[0].mesh):  # the caller's may be another one, or have axes of another type
             return self._start((args[0], *place(args[0], args[1:])), static, place)
+
+    def start_aside(self, *args: Any, **static: Any) -> Future[Compiled]:
+        """`start` by a thread, which traces, too; arguments that are consumed meanwhile are given as shapes."""
+        return _compilers.submit(functools.partial(self.start, *args, **static))
 
     def run(self, *args: Any, **static: Any) -> Any:
         """Calls the program, which is compiled first unless that was done before."""
@@ -78,8 +87,7 @@ class Program:
 
     def _lower(self, args: Sequence[Any], static: Mapping[str, Any]) -> Any:
         function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives
-        on_gpu: Any = _ONE_LAYER if self._one_layer else _ON_GPU
-        options = on_gpu if jax.default_backend() == "gpu" else None
+        options = dict(self._on_gpu) if jax.default_backend() == "gpu" else None
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate, compiler_options=options)
         return jitted.lower(*args, **static)
 
@@ -128,6 +136,14 @@ class Compiled:
             # Some are on other devices. To look each time would take longer than the call.
             with jax.set_mesh(args[0].mesh):
                 return executable(args[0], *self.place(args[0], args[1:]))
+
+
+def ready(started: Future[Compiled]) -> Compiled | None:
+    """A program of `start_aside` that has been compiled; None before, and after an error."""
+    with contextlib.suppress(Exception):
+        started.result(0).compiling.result(0)
+        return started.result()
+    return None
 
 
 def forget_programs() -> None:

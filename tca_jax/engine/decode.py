@@ -23,7 +23,7 @@ from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import scaled_scores
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 from tca_jax.pallas_kernels.select_tokens import selection_mask
-from tca_jax.programs import Program
+from tca_jax.programs import STEP, Program
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
@@ -288,7 +288,7 @@ def steps_program(steps: Callable[[Steps, DecodingState], DecodingState]) -> Pro
         return steps(Steps(lm, limit, sampling, None, backend), state)
 
     run.__name__ = steps.__name__
-    return Program(OverMesh(run, (STATE, SAME, SAME), STATE), donate=(1,))
+    return Program(OverMesh(run, (STATE, SAME, SAME), STATE), donate=(1,), on_gpu=STEP)
 
 
 decode_program, leave_program = map(steps_program, (Steps.decode, Steps.leave))

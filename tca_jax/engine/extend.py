@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +24,11 @@ from tca_jax.engine.pages import Rows
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.read import OUT, Calls
 from tca_jax.methods.base import UNBOUNDED, CachePolicy
+from tca_jax.models.projections import single_twice
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
-from tca_jax.programs import Program
+from tca_jax.programs import MANY_TOKENS, ONE_LAYER, Compiled, Program, ready, shapes_of
 
 _PASS_TOKENS = 2048  # of a row in one pass over the layers, at most: enough for matrix products at full speed
 
@@ -171,8 +173,8 @@ def _feed_end(
     lm: LM, x: Float[Array, "R S D"], logits: Float32[Array, "R V"], rows: Rows, start: Int[Array, " R"], here: Where
 ) -> tuple[Array, Array, Rows]:
     hidden, place = lm.decoder.final_norm(x), here.ends - 1 - here.first
-    picked = jnp.take_along_axis(hidden, jnp.clip(place, 0, x.shape[1] - 1)[:, None, None], axis=1)[:, 0]
-    logits = jnp.where(((place >= 0) & (place < x.shape[1]))[:, None], lm.decoder.logits(picked), logits)
+    picked = single_twice(jnp.take_along_axis(hidden, jnp.clip(place, 0, x.shape[1] - 1)[:, None, None], axis=1))
+    logits = jnp.where(((place >= 0) & (place < x.shape[1]))[:, None], lm.decoder.logits(picked)[:, 0], logits)
     length = jnp.clip(here.first + x.shape[1], here.starts, here.ends)
     return hidden, logits, dataclasses.replace(rows, start=start, length=length)
 
@@ -182,6 +184,46 @@ _feed_begin_program = Program(OverMesh(_feed_begin, (ROWS, ROWS, ROWS, SAME, CAC
 _feed_program = Program(
     OverMesh(_feed_layer, (WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), (ROWS, CACHES, ROWS, OUT)),
     donate=(2, 3),
-    one_layer=True,
+    on_gpu=ONE_LAYER,
 )
 _feed_end_program = Program(OverMesh(_feed_end, (ROWS, ROWS, CACHES, ROWS, ROWS), (ROWS, ROWS, CACHES)), donate=(3,))
+
+
+def _feed_block(
+    lm: LM, rows: Rows, tokens: Array, starts: Array, lengths: Array, *, backend: Backend
+) -> tuple[Rows, Float32[Array, "R V"]]:
+    """`feed` of tokens that are of one block."""
+    return feed(lm, rows, tokens, starts, lengths, Calls(traced=True), backend=backend)[:2]
+
+
+_feed_block_program = Program(_feed_block, donate=(1,), on_gpu=MANY_TOKENS)
+
+
+class Feeder:
+    """`feed` for rows of a server. A GPU computes a block before the host has called its layers: one program has all.
+
+    A thread compiles it, and until then the host calls layers, so that answers do not wait for it.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._calls, self._started = backend, Calls(), dict[Any, Future[Compiled]]()
+
+    def __call__(
+        self, lm: LM, rows: Rows, tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+    ) -> tuple[Rows, Float32[Array, "R V"]]:
+        is_block = tokens.shape[1] == rows.page_size and _calls_are_slow(lm)
+        program = self._program(lm, rows, tokens, starts, lengths) if is_block else None
+        if program is not None:
+            return program(lm, rows, tokens, starts, lengths)
+        return feed(lm, rows, tokens, starts, lengths, self._calls, backend=self._backend)[:2]
+
+    def _program(self, lm: LM, rows: Rows, *tokens: np.ndarray) -> Compiled | None:
+        key = rows.widths, rows.free.numbers.shape
+        if key not in self._started:
+            given = lm, shapes_of(rows), *tokens
+            self._started[key] = _feed_block_program.start_aside(*given, backend=self._backend)
+        return ready(self._started[key])
+
+
+def _calls_are_slow(lm: LM) -> bool:
+    return lm.mesh is None and jax.default_backend() == "gpu"

@@ -32,7 +32,7 @@ from tca_jax.models.sharding import DATA, axis_size, layer_chunks
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import cdiv
-from tca_jax.programs import Program
+from tca_jax.programs import ONE_LAYER, Program
 
 
 def empty_rows(lm: LM, rows: int, widths: Widths, pages: int, dtype: Any) -> Rows:
@@ -444,10 +444,10 @@ _INPUTS: Any = OUT, OUT, OUT, PartitionSpec(DATA, MODEL)
 _STATE: Any = ROWS, CACHES, ROWS, ROWS, SAME, SAME, SAME
 _ATTENDED: Any = OUT, ROWS, CACHES
 _LAYER: Any = WEIGHTS, ROWS, ROWS, ROWS
-attend_program = Program(OverMesh(_attend_layer, (*_LAYER, *_STATE), _ATTENDED), donate=(5, 6), one_layer=True)
-_project_program = Program(OverMesh(_project, (*_LAYER, SAME), _INPUTS), one_layer=True)
-_attention_program = Program(OverMesh(_attend_octave, (_INPUTS, *_STATE), _ATTENDED), donate=(2, 3), one_layer=True)
-after_program = Program(OverMesh(_after_attention, (WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), one_layer=True)
+attend_program = Program(OverMesh(_attend_layer, (*_LAYER, *_STATE), _ATTENDED), donate=(5, 6), on_gpu=ONE_LAYER)
+_project_program = Program(OverMesh(_project, (*_LAYER, SAME), _INPUTS), on_gpu=ONE_LAYER)
+_attention_program = Program(OverMesh(_attend_octave, (_INPUTS, *_STATE), _ATTENDED), donate=(2, 3), on_gpu=ONE_LAYER)
+after_program = Program(OverMesh(_after_attention, (WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), on_gpu=ONE_LAYER)
 end_program = Program(OverMesh(_end, (WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
 

@@ -13,12 +13,11 @@ from jaxtyping import UInt8
 
 from tca_jax.engine.cache import mean_pages
 from tca_jax.engine.decode import seen_tokens
-from tca_jax.engine.extend import feed, pass_tokens
+from tca_jax.engine.extend import Feeder, pass_tokens
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.pages import FreePages, Rows, Widths
 from tca_jax.engine.prompts import bucket_length, pad_tokens
-from tca_jax.engine.read import Calls
 from tca_jax.engine.sampling import Sampling, pairs
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend
@@ -80,7 +79,8 @@ class Batch:
         self._step_programs: dict[Any, Sequence[Callable[..., Any]]] = {}
         #: Dispatched steps in their order: the packed output, and the rows.
         self.pending: list[tuple[jax.Array, tuple[Request | None, ...]]] = []
-        self._calls, self._placed = Calls(), dict[Document, tuple[Any, Any]]()  # pages, and their table on the device
+        self._feed = Feeder(backend)
+        self._placed: dict[Document, tuple[Any, Any]] = {}  # pages, and their table on the device
         self.restart()
 
     def own_pages(self, document_tokens: int, own_tokens: int) -> tuple[int, int]:
@@ -156,8 +156,7 @@ class Batch:
         begun, starts = held % self._pool.block_size, np.asarray([held], np.int32)
         size = pass_tokens(self._lm.method.cache, begun + len(tokens))
         padded, lengths = pad_tokens([tokens[: size - begun]], columns=size)
-        given = padded, starts, lengths, self._calls
-        rows, logits, _ = feed(self._program_lm, self._pool.lend(table), *given, backend=self._backend)
+        rows, logits = self._feed(self._program_lm, self._pool.lend(table), padded, starts, lengths)
         return self._pool.take_back(rows), logits, int(lengths[0])
 
     def admit(self, request: Request) -> None:

@@ -26,7 +26,7 @@ from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
 from tca_jax.pallas_kernels.numerics import cdiv
-from tca_jax.programs import Program
+from tca_jax.programs import STEP, Program
 
 #: Numbers of pages on each device of "model".
 Numbers = list[np.ndarray]
@@ -301,5 +301,5 @@ refresh = Program(OverMesh(_refresh, (CACHES, SAME, SAME), CACHES), donate=(1,))
 fork = Program(OverMesh(_fork, (CACHES, CACHES, SAME), CACHES), donate=(1,))
 put = Program(OverMesh(_put, (CACHES, CACHES, SAME), CACHES), donate=(1,))
 admit = Program(OverMesh(_admit, (STATE, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
-step = Program(OverMesh(_step, (STATE, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
+step = Program(OverMesh(_step, (STATE, SAME, SAME, SAME), (STATE, SAME)), donate=(1,), on_gpu=STEP)
 row = Program(OverMesh(_row, (CACHES, SAME), CACHES))

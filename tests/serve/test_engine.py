@@ -15,7 +15,7 @@ from serving import Watched
 from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.engine import read
+from tca_jax.engine import extend, read
 from tca_jax.errors import UserError
 from tca_jax.methods.worth import ReadSettings, WorthSettings, by_worth
 from tca_jax.serve import Engine
@@ -105,8 +105,12 @@ def test_documents_of_a_method_that_repeats_them():
     assert out.tokens == tca_jax.generate(lm, [[70, 71]], context=context, max_new_tokens=8, **NEVER).tokens[0]
 
 
-def test_answers_by_scored_tokens_equal_generate(monkeypatch):
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_answers_by_scored_tokens_equal_generate(monkeypatch, is_slow):
     """Evicted tokens leave means: in documents, questions of several blocks, answers, and what is asked next."""
+    fed = []  # blocks by one program, as where calls are slow and a thread has compiled it
+    monkeypatch.setattr(extend, "_calls_are_slow", lambda _: is_slow)
+    monkeypatch.setattr(extend, "ready", lambda started: fed.append(0) or started.result())
     monkeypatch.setattr("tca_jax.serve.scheduler._PART_SECONDS", 60)  # the blocks of a question share a round
     layers = CONFIG.num_layers
     maps = np.random.default_rng(0).normal(size=(layers, CONFIG.num_kv_heads, CONFIG.hidden_size + 1))
@@ -127,6 +131,7 @@ def test_answers_by_scored_tokens_equal_generate(monkeypatch):
         assert again.tokens == tca_jax.generate(lm, [[9]], context=turn, **options).tokens[0]
         assert engine.idle(60)
         assert engine.answer_pages.free == engine.answer_pages.total
+    assert bool(fed) == is_slow
 
 
 # Meshes
