@@ -28,7 +28,7 @@ from tca_jax.models.projections import single_twice
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
-from tca_jax.programs import MANY_TOKENS, ONE_LAYER, Compiled, Program, ready, shapes_of
+from tca_jax.programs import MANY_TOKENS, Compiled, Program, ready, shapes_of
 
 _PASS_TOKENS = 2048  # of a row in one pass over the layers, at most: enough for matrix products at full speed
 
@@ -184,7 +184,7 @@ _feed_begin_program = Program(OverMesh(_feed_begin, (ROWS, ROWS, ROWS, SAME, CAC
 _feed_program = Program(
     OverMesh(_feed_layer, (WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), (ROWS, CACHES, ROWS, OUT)),
     donate=(2, 3),
-    on_gpu=ONE_LAYER,
+    on_gpu=MANY_TOKENS,
 )
 _feed_end_program = Program(OverMesh(_feed_end, (ROWS, ROWS, CACHES, ROWS, ROWS), (ROWS, ROWS, CACHES)), donate=(3,))
 

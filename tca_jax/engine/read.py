@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, SAME, WEIGHTS, OverMesh, mean_of_devices, on_host, place, rows_of_device
 from tca_jax.engine.pages import NO_POOL, NO_TABLE, Rows, Widths, runtime_number
 from tca_jax.errors import UserError
-from tca_jax.methods.base import Attended, BlockMeans, Heads, Method, last_queries
+from tca_jax.methods.base import Attended, Heads, Method, last_queries
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.regions import Regions, Selection, causal_pairs
 from tca_jax.models.names import MODEL, parameters
@@ -32,7 +33,7 @@ from tca_jax.models.sharding import DATA, axis_size, layer_chunks
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import cdiv
-from tca_jax.programs import ONE_LAYER, Program
+from tca_jax.programs import MANY_TOKENS, Program
 
 
 def empty_rows(lm: LM, rows: int, widths: Widths, pages: int, dtype: Any) -> Rows:
@@ -250,7 +251,10 @@ class Layers:
         if not self._columns:
             return call(attend_program, *given, *state, **static)
         inputs = call(_project_program, *given, sizes[-1], columns=self._columns)
-        return call(_attention_program, model, inputs, *state, **static)
+        options = {"backend": static["backend"]}  # in two programs, which compile beside each other
+        out, shares = call(_attention_program, model, inputs, self.shares, self._lengths, sizes[-1], **options)
+        given = model, inputs, rows, self._lengths, self._most, *sizes
+        return out, shares, call(_fill_program, *given, layout=static["layout"], **options)
 
     def _second_half(self, number: int, start: int) -> tuple[Any, ...]:
         weights, first = self._lm.layer_params(number), self._calls.number(start, self._lm.mesh)
@@ -324,14 +328,12 @@ def _project(
     return q, k, v, None if scores is None else jnp.pad(scores, ((0, 0), (0, 0), (0, room)))
 
 
-def _attend_layer(lm: LM, weights: Any, x: Array, cos: Array, sin: Array, *given: Any, **static: Any) -> Any:
-    """The first half of a layer of prompts."""
-    return _attend_octave(lm, _project(lm, weights, x, cos, sin, given[-1], columns=x.shape[1]), *given, **static)
-
-
-def _attend_octave(
+def _attend_layer(
     lm: LM,  # without weights
-    inputs: tuple[Array, Array, Array, Array | None],  # of `_project`, [B, C, heads, d] and [B, Hkv, C]
+    weights: Any,
+    x: Float[Array, "B L D"],
+    cos: Array,
+    sin: Array,
     shares: Float32[Array, " B"],
     rows: Rows | None,
     lengths: Int[Array, " B"],
@@ -344,18 +346,21 @@ def _attend_octave(
     backend: Backend,
     layer: int | None,  # the number where the method's programs differ between layers
 ) -> tuple[Array, Array, Rows | None]:
-    """Attention of a layer of prompts: its output, attended shares, and the tokens in pages of rows."""
-    (q, k, v, scores), index, others = inputs, number if layer is None else layer, list[Any]()
+    """The first half of a layer: attention's output, attended shares, and the tokens in pages of rows."""
+    inputs = _project(lm, weights, x, cos, sin, number, columns=x.shape[1])
+    (q, k, v, scores), index, filled = inputs, number if layer is None else layer, rows
     if scores is not None:
-        sizes, held = (lengths, padded, room), None if rows is None else rows.kept
-        attended, kept, *others = _attend_scored(lm, index, q, k, v, scores, sizes, layout, held, backend)
+        out, shares = _attend_scored(lm, inputs, shares, lengths, number, backend=backend)
+        if rows is not None:
+            given = lengths, most, padded, room, number
+            filled = _fill_scored(lm, inputs, rows, *given, layout=layout, backend=backend)
     else:
         attended, kept = attend_selected(lm.method, index, lm.heads(index), q, k, v, lengths, layout, backend)
-    if rows is not None:
-        filled = rows.with_prompts(index, 0, kept, k, v, lengths, most, scores, *others)
-        # The pages are filled before the model goes on: left to itself the compiler keeps all layers' k and v.
-        attended, rows = jax.lax.optimization_barrier((attended, filled))
-    return attended.out, shares + attended.pairs / causal_pairs(lengths), rows
+        out, shares = attended.out, shares + attended.pairs / causal_pairs(lengths)
+        if rows is not None:
+            filled = rows.with_prompts(index, 0, kept, k, v, lengths, most)
+    # The pages are filled before the model goes on: left to itself the compiler keeps all layers' k and v.
+    return (out, shares, None) if rows is None else jax.lax.optimization_barrier((out, shares, filled))
 
 
 def attend_selected(
@@ -382,47 +387,59 @@ def attend_selected(
 
 
 def _attend_scored(
-    lm: LM,
-    layer: int | Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    scores: Float32[Array, "B H L"],
-    sizes: tuple[Array, Array, Array],  # lengths, the padded one, and room for kept tokens of a row
-    layout: CacheLayout | None,
-    kept_so_far: Int[Array, "layers B H"] | None,
+    lm: LM,  # without weights
+    inputs: tuple[Array, Array, Array, Array],  # of `_project`, [B, C, heads, d] and [B, Hkv, C]
+    shares: Float32[Array, " B"],
+    lengths: Int[Array, " B"],
+    number: Int[Array, ""],
+    *,
     backend: Backend,
-) -> tuple[Attended, Pool | None, BlockMeans | None, Bool[Array, " B"] | None]:
-    """`attend_selected` where tokens have scores: also means of the others, and rows without room for all."""
-    policy: Any = lm.method.cache
-    prefill: Any = lm.method.prefill
-    settings = lm.scored_settings(layer)
-    b, (batch, length, heads, _), (lengths, padded, room) = policy.block_size, k.shape, sizes
-    kept: tuple[Any, Any, Any] = None, None, None
-    if layout is not None and layout.has_ranked_blocks:
-        edge = (lengths // b * b - policy.window)[:, None, None]
-        stays, raised, ranks = policy.stays(settings, scores) & (jnp.arange(length) < edge), None, scores
-        if policy.reserve:
-            with jax.named_scope("reserve"):
-                reserved = policy.reserved(last_queries(q, lengths, policy.num_queries), k, lengths)
-            stays, ranks = stays | reserved, jnp.where(reserved, jnp.inf, scores)
-        if kept_so_far is not None:  # begun pages come besides
-            ranked, reserves = jnp.maximum(edge[:, 0, 0], 0), policy.reserve * heads * len(kept_so_far)
-            own = jnp.minimum(ranked, policy.reserve) * heads  # the reserve of a layer
-            share = ranked / (policy.num_ranked_blocks(padded) * b)  # of the padded prompt's
-            of_row = reserves + (room - reserves) * share
-            left = of_row - kept_so_far.sum(axis=(0, 2)) - own * (len(kept_so_far) - layer)
-            stays, raised = _highest(stays, ranks, jnp.maximum(left * settings.left, 0).astype(jnp.int32) + own)
-        with jax.named_scope("select"):
-            regions = Regions.plan(batch, [length] * heads, b)
-            pool = regions.fill(Selection.of_tokens(stays, b), k, v, block_size=b, backend=backend).pool
-        means = policy.block_means(k, v, scores, ~stays) if policy.means else None  # of whole blocks
-        kept = pool, means, raised
+) -> tuple[Array, Array]:
+    """Attention of a layer whose tokens have scores: its output, and attended shares."""
+    (q, k, v, scores), prefill = inputs, typing.cast(Any, lm.method.prefill)
     if prefill.by_scores:
-        attended = prefill.attend_scored(settings, q, k, v, scores, lengths, backend)
+        attended = prefill.attend_scored(lm.scored_settings(number), q, k, v, scores, lengths, backend)
     else:
-        attended = prefill.attend(0, Heads.all(heads), q, k, v, lengths, None, backend)
-    return attended, *kept
+        attended = prefill.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, backend)
+    return attended.out, shares + attended.pairs / causal_pairs(lengths)
+
+
+def _fill_scored(
+    lm: LM,
+    inputs: tuple[Array, Array, Array, Float32[Array, "B H L"]],
+    rows: Rows,
+    lengths: Int[Array, " B"],
+    most: Int[Array, " B"],
+    padded: Int[Array, ""],
+    room: Int[Array, ""],
+    number: Int[Array, ""],
+    *,
+    layout: CacheLayout | None,
+    backend: Backend,
+) -> Rows:
+    """A layer's tokens in pages of rows: those that stay by scores, the window, and means of the others."""
+    (q, k, v, scores), policy, settings = inputs, typing.cast(Any, lm.method.cache), lm.scored_settings(number)
+    if layout is None or not layout.has_ranked_blocks:
+        return rows.with_prompts(number, 0, None, k, v, lengths, most, scores)
+    b, (batch, length, heads, _), kept_so_far = policy.block_size, k.shape, rows.kept
+    edge = (lengths // b * b - policy.window)[:, None, None]
+    stays, ranks = policy.stays(settings, scores) & (jnp.arange(length) < edge), scores
+    if policy.reserve:
+        with jax.named_scope("reserve"):
+            reserved = policy.reserved(last_queries(q, lengths, policy.num_queries), k, lengths)
+        stays, ranks = stays | reserved, jnp.where(reserved, jnp.inf, scores)
+    # Room is that of all layers and heads together; begun pages come besides.
+    ranked, reserves = jnp.maximum(edge[:, 0, 0], 0), policy.reserve * heads * len(kept_so_far)
+    own = jnp.minimum(ranked, policy.reserve) * heads  # the reserve of a layer
+    share = ranked / (policy.num_ranked_blocks(padded) * b)  # of the padded prompt's
+    of_row = reserves + (room - reserves) * share
+    left = of_row - kept_so_far.sum(axis=(0, 2)) - own * (len(kept_so_far) - number)
+    stays, raised = _highest(stays, ranks, jnp.maximum(left * settings.left, 0).astype(jnp.int32) + own)
+    with jax.named_scope("select"):
+        regions = Regions.plan(batch, [length] * heads, b)
+        pool = regions.fill(Selection.of_tokens(stays, b), k, v, block_size=b, backend=backend).pool
+    means = policy.block_means(k, v, scores, ~stays) if policy.means else None  # of whole blocks
+    return rows.with_prompts(number, 0, pool, k, v, lengths, most, scores, means, raised)
 
 
 def _highest(
@@ -441,13 +458,17 @@ begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, 
 #: Queries and attention's output on a mesh.
 OUT = PartitionSpec(DATA, None, MODEL)
 _INPUTS: Any = OUT, OUT, OUT, PartitionSpec(DATA, MODEL)
-_STATE: Any = ROWS, CACHES, ROWS, ROWS, SAME, SAME, SAME
-_ATTENDED: Any = OUT, ROWS, CACHES
 _LAYER: Any = WEIGHTS, ROWS, ROWS, ROWS
-attend_program = Program(OverMesh(_attend_layer, (*_LAYER, *_STATE), _ATTENDED), donate=(5, 6), on_gpu=ONE_LAYER)
-_project_program = Program(OverMesh(_project, (*_LAYER, SAME), _INPUTS), on_gpu=ONE_LAYER)
-_attention_program = Program(OverMesh(_attend_octave, (_INPUTS, *_STATE), _ATTENDED), donate=(2, 3), on_gpu=ONE_LAYER)
-after_program = Program(OverMesh(_after_attention, (WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), on_gpu=ONE_LAYER)
+_SIZES: Any = ROWS, ROWS, SAME, SAME, SAME
+attend_program = Program(
+    OverMesh(_attend_layer, (*_LAYER, ROWS, CACHES, *_SIZES), (OUT, ROWS, CACHES)), donate=(5, 6), on_gpu=MANY_TOKENS
+)
+_project_program = Program(OverMesh(_project, (*_LAYER, SAME), _INPUTS), on_gpu=MANY_TOKENS)
+_attention_program = Program(
+    OverMesh(_attend_scored, (_INPUTS, ROWS, ROWS, SAME), (OUT, ROWS)), donate=(2,), on_gpu=MANY_TOKENS
+)
+_fill_program = Program(OverMesh(_fill_scored, (_INPUTS, CACHES, *_SIZES), CACHES), donate=(2,), on_gpu=MANY_TOKENS)
+after_program = Program(OverMesh(_after_attention, (WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), on_gpu=MANY_TOKENS)
 end_program = Program(OverMesh(_end, (WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
 
