@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -440,6 +441,15 @@ class Rows(PerDevice):
         k, v = jax.tree.map(lambda x, begun: x.at[new].set(begun, mode="drop"), pools, _read_first(pools, old))
         return dataclasses.replace(rows, k=k, v=v, free=free, pages=pages, scored=scored)
 
+    def row(self, number: Int[Array, ""]) -> Rows:
+        """A row of a table without pool, as a table of its own."""
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number, 1, axis=min(1, x.ndim - 1)), self)
+
+    def with_row(self, one: Rows, number: Int[Array, ""]) -> Rows:
+        """A table without pool, with a row of another one."""
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=number)
+        return jax.tree.map(lambda old, x: put(old, x, axis=min(1, x.ndim - 1)), self, one)
+
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages that tables name, each counted once, on all devices together."""
@@ -477,6 +487,27 @@ class Rows(PerDevice):
 #: Fields that a pool alone lacks, and a table alone.
 NO_TABLE: Any = dict.fromkeys(("free", "pages", "kept", "start", "own", "length", "scored")) | {"window_pages": 0}
 NO_POOL: Any = {"k": None, "v": None}
+
+
+def renumbered(table: Rows, lookups: Sequence[np.ndarray] | np.ndarray) -> Rows:
+    """A table of the host with other numbers, on each device: its own are places in a lookup, later ones the last."""
+
+    def changed(x: Any) -> Any:
+        devices = zip(lookups, x.reshape(len(lookups), -1), strict=True)
+        return np.stack([new[np.minimum(old, len(new) - 1)] for new, old in devices]).reshape(x.shape)
+
+    scored = None if table.scored is None else table.scored._replace(pages=changed(table.scored.pages))
+    return dataclasses.replace(table, pages=changed(table.pages), scored=scored)
+
+
+def bare(table: Rows) -> Rows:
+    """A table alone: without pool and free pages."""
+    return dataclasses.replace(table, **NO_POOL, free=None)
+
+
+def row_of(table: Rows, row: int) -> Rows:
+    lead = table.start.ndim - 1
+    return jax.tree.map(lambda x: np.take(x, [row], axis=lead + min(1, x.ndim - lead - 1)), table)
 
 
 def runtime_number(layer: int | Array | None) -> Any:

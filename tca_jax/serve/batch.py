@@ -16,7 +16,7 @@ from tca_jax.engine.decode import seen_tokens
 from tca_jax.engine.extend import Feeder, pass_tokens
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.pages import FreePages, Rows, Widths
+from tca_jax.engine.pages import FreePages, Rows, Widths, bare
 from tca_jax.engine.prompts import bucket_length, pad_tokens
 from tca_jax.engine.sampling import Sampling, pairs
 from tca_jax.methods.base import UNBOUNDED
@@ -25,7 +25,7 @@ from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.serve import pages
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import Document
-from tca_jax.serve.pages import PagePool, bare
+from tca_jax.serve.pages import PagePool
 from tca_jax.serve.streams import Stream
 
 _MAX_STOPS = 8  # stop tokens of a row, at first
@@ -115,12 +115,21 @@ class Batch:
         self._pool.free_answers -= count
         request.reserved, request.slot = count, int(np.argmin(live))
         self.rows[request.slot], request.logits = request, None if request.new else request.parent.logits
-        self.table = pages.refresh.run(self._bare_lm, self.table, self._pool.of_answers, live)
-        self._put(request, self.fork(request.parent, request.own_tokens, self.table.free))
+        document = *self._continued(request.parent, request.own_tokens), np.int32(request.slot)
+        given = self._pool.lend(self.table), self._pool.of_answers, live, *document
+        self.table = self._pool.take_back(pages.add.run(self._bare_lm, *given))
+        if request.max_new_tokens > 1:  # their programs compile while the request is fed
+            self._fit()
+            self._steps(np.zeros(len(self.rows), np.int32))
         return True
 
     def fork(self, document: Document, own_tokens: int, free: FreePages) -> Rows:
         """The table of a row that continues a document on free pages."""
+        given = self._pool.lend(None, free), *self._continued(document, own_tokens)
+        return self._pool.take_back(pages.fork.run(self._bare_lm, *given))
+
+    def _continued(self, document: Document, own_tokens: int) -> tuple[Rows, np.ndarray]:
+        """The table of a document on the device, and the tokens of a row that continues it."""
         pool, most = self._pool, len(document.tokens) + own_tokens
         _, kept = self.own_pages(len(document.tokens), own_tokens)
         self._widen(self._widths_of(document.table.columns + kept, most), document.table.widths)
@@ -130,8 +139,7 @@ class Batch:
         self._placed[document] = document.pages, table
         if len(self._placed) > 4 * self._max_rows:  # no page counts their memory
             del self._placed[next(iter(self._placed))]
-        given = pool.lend(None, free), table, np.asarray([most], np.int32)
-        return pool.take_back(pages.fork.run(self._bare_lm, *given))
+        return table, np.asarray([most], np.int32)
 
     def end(self, request: Request) -> None:
         """Gives back the row and the pages of a request; nothing where it has none."""
@@ -186,18 +194,23 @@ class Batch:
             evicts |= self._bounded and position % b == 0 and position >= full  # a block may leave its window
             request.scheduled += 1
         limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
+        programs, given = self._steps(limit)
+        state, output = programs[evicts](*given)
+        self.table = self._pool.take_back(state.cache)
+        self.state = dataclasses.replace(state, cache=None)
+        self.pending.append((output, tuple(self.rows)))
+
+    def _steps(self, limit: np.ndarray) -> tuple[Sequence[Callable[..., Any]], tuple[Any, ...]]:
+        """The programs of a step, without evicting and with, which may still compile, and their arguments."""
         sampling, allowed = self._sampling(self.rows), None if self.state.seen is None else self._allowed(self.rows)
         state = dataclasses.replace(self.state, cache=self._pool.lend(self.table))
         given = self._program_lm, state, limit, sampling, allowed
         # To compare the shapes of all arguments is as slow as a step: these alone change.
         key = state.seen is None, None if state.top is None else state.top[0].shape, state.stop_tokens.shape
         if key not in self._step_programs:
-            kinds = (False, True) if self._bounded else (False,)  # both now, so that answers seldom wait for the second
+            kinds = (False, True) if self._bounded else (False,)
             self._step_programs[key] = [pages.step.start(*given, evicts=kind, backend=self._backend) for kind in kinds]
-        state, output = self._step_programs[key][evicts](*given)
-        self.table = self._pool.take_back(state.cache)
-        self.state = dataclasses.replace(state, cache=None)
-        self.pending.append((output, tuple(self.rows)))
+        return self._step_programs[key], given
 
     def wait(self) -> list[tuple[Request, int, bool, bool]]:
         """Hands out the first pending step: requests, number of new tokens, whether finite, whether at a stop token."""
@@ -220,12 +233,13 @@ class Batch:
 
     def _fit(self) -> None:
         """Adapts the state's optional arrays to its rows: an unused one costs time."""
-        streams, state, vocabulary = [each.stream for each in self.requests], self.state, self._lm.config.vocab_size
-        stops, changes = max(len(stream.config.stop_token_ids or ()) for stream in streams), dict[str, Any]()
+        streams = [each.stream for each in self.rows if each is not None]
+        state, vocabulary, changes = self.state, self._lm.config.vocab_size, dict[str, Any]()
+        stops = max(len(stream.config.stop_token_ids or ()) for stream in streams)
         if stops > state.stop_tokens.shape[1]:
             wide = ((0, 0), (0, bucket_length(stops, 1) - state.stop_tokens.shape[1]))
             changes["stop_tokens"] = jnp.pad(state.stop_tokens, wide, constant_values=vocabulary)
-        if all(each.stream.sampling == Sampling() and each.mask is None for each in self.requests):
+        if all(each is None or (each.stream.sampling == Sampling() and each.mask is None) for each in self.rows):
             changes["seen"] = None
         elif state.seen is None:
             changes["seen"] = jnp.zeros((len(self.rows), vocabulary), bool)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, UInt8
 from tca_jax.engine.decode import STATE, DecodingState, Steps, begin, blank_state
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, part_of_device, place
-from tca_jax.engine.pages import NO_POOL, NO_TABLE, FreePages, Rows, Widths
+from tca_jax.engine.pages import NO_POOL, NO_TABLE, FreePages, Rows, Widths, bare, renumbered
 from tca_jax.engine.read import empty_rows
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import require
@@ -146,33 +146,12 @@ class PagePool:
         numbers = [np.flatnonzero(lookup[:-1]).astype(np.int32) for lookup in lookups]
         for lookup, own in zip(lookups, numbers, strict=True):
             lookup[:], lookup[own] = max(map(len, numbers)), np.arange(len(own))
-        return _renumbered(table, lookups), numbers
+        return renumbered(table, lookups), numbers
 
     def in_pool(self, table: Rows, numbers: Numbers, widths: Widths) -> Rows:
         """A table from `numbered` that names pages of the pool, as wide as all documents', which share programs."""
-        table = _renumbered(table, [np.append(own, np.int32(self.total)) for own in numbers])
+        table = renumbered(table, [np.append(own, np.int32(self.total)) for own in numbers])
         return self.on_device(_widen(self._lm, table, widths=widths, pages=self.total))
-
-
-def _renumbered(table: Rows, lookups: Sequence[np.ndarray] | np.ndarray) -> Rows:
-    """A table of the host with other numbers, on each device: its own are places in a lookup, later ones the last."""
-
-    def changed(x: Any) -> Any:
-        devices = zip(lookups, x.reshape(len(lookups), -1), strict=True)
-        return np.stack([new[np.minimum(old, len(new) - 1)] for new, old in devices]).reshape(x.shape)
-
-    scored = None if table.scored is None else table.scored._replace(pages=changed(table.scored.pages))
-    return dataclasses.replace(table, pages=changed(table.pages), scored=scored)
-
-
-def bare(table: Rows) -> Rows:
-    """A table alone: without pool and free pages."""
-    return dataclasses.replace(table, **NO_POOL, free=None)  # type: ignore[arg-type]
-
-
-def row_of(table: Rows, row: int) -> Rows:
-    lead = table.start.ndim - 1
-    return jax.tree.map(lambda x: np.take(x, [row], axis=lead + min(1, x.ndim - lead - 1)), table)
 
 
 # Programs
@@ -210,23 +189,9 @@ def _fetch(lm: LM, pool: Rows) -> Rows:
     return Rows(k, v, **NO_TABLE)
 
 
-def _row_axis(x: Array) -> int:
-    return min(1, x.ndim - 1)
-
-
 def _widen(lm: LM, table: Rows, *, widths: Widths, pages: int) -> Rows:
     no_bytes: Any = np.zeros((pages, lm.method.cache.block_size, 0))  # the pool's size
     return dataclasses.replace(dataclasses.replace(table, k=no_bytes).with_widths(widths), **NO_POOL)
-
-
-def _refresh(lm: LM, table: Rows, of_answers: Bool[Array, "devices P"], live: Bool[Array, " R"]) -> Rows:
-    """The table, whose free pages are those of answers that no live row names: one of a request."""
-    own = of_answers[0] if lm.head_shards is None else part_of_device(of_answers)
-    named = jnp.zeros(len(own) + 1, bool)
-    for each in [table.pages] if table.scored is None else [table.pages, table.scored.pages]:
-        named = named.at[jnp.where(live[:, None, None], each, len(own))].set(True)
-    numbers = jnp.flatnonzero(own & ~named[:-1], size=len(table.free.numbers), fill_value=len(own))
-    return dataclasses.replace(table, free=FreePages(numbers.astype(jnp.int32), jnp.int32(0)))
 
 
 def _fork(lm: LM, pool: Rows, document: Rows, most: Int[Array, " 1"]) -> Rows:
@@ -237,9 +202,27 @@ def _fork(lm: LM, pool: Rows, document: Rows, most: Int[Array, " 1"]) -> Rows:
 
 def _put(lm: LM, table: Rows, one: Rows, row: Int[Array, ""]) -> Rows:
     """A table with a row, and the free pages that the row left."""
-    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=row)
-    rows = jax.tree.map(lambda old, x: put(old, x, axis=_row_axis(x)), table, bare(one))
-    return dataclasses.replace(rows, free=one.free)
+    return dataclasses.replace(table.with_row(bare(one), row), free=one.free)
+
+
+def _add(
+    lm: LM,
+    table: Rows,  # with the pool
+    of_answers: Bool[Array, "devices P"],
+    live: Bool[Array, " R"],
+    document: Rows,
+    most: Int[Array, " 1"],
+    row: Int[Array, ""],
+) -> Rows:
+    """A table with a row that continues a document, on pages of answers that no live row names: one of a request."""
+    own = of_answers[0] if lm.head_shards is None else part_of_device(of_answers)
+    named = jnp.zeros(len(own) + 1, bool)
+    for each in [table.pages] if table.scored is None else [table.pages, table.scored.pages]:
+        named = named.at[jnp.where(live[:, None, None], each, len(own))].set(True)
+    numbers = jnp.flatnonzero(own & ~named[:-1], size=len(table.free.numbers), fill_value=len(own))
+    free = FreePages(numbers.astype(jnp.int32), jnp.int32(0))
+    one = _fork(lm, dataclasses.replace(table, free=free), document, most)
+    return dataclasses.replace(_put(lm, bare(table), one, row), k=one.k, v=one.v)
 
 
 def _admit(
@@ -288,7 +271,7 @@ def _step(
 
 
 def _row(lm: LM, table: Rows, row: Int[Array, ""]) -> Rows:
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=_row_axis(x)), table)
+    return table.row(row)
 
 
 empty_pool = Program(OverMesh(_empty_pool, (), CACHES))
@@ -297,7 +280,7 @@ empty_state = Program(OverMesh(_empty_state, (), STATE))
 place_pages = Program(OverMesh(_place, (CACHES, CACHES), CACHES), donate=(1,))
 fetch_pages = Program(OverMesh(_fetch, (CACHES,), CACHES))
 widen = Program(OverMesh(_widen, (CACHES,), CACHES))
-refresh = Program(OverMesh(_refresh, (CACHES, SAME, SAME), CACHES), donate=(1,))
+add = Program(OverMesh(_add, (CACHES, SAME, SAME, CACHES, SAME, SAME), CACHES), donate=(1,))
 fork = Program(OverMesh(_fork, (CACHES, CACHES, SAME), CACHES), donate=(1,))
 put = Program(OverMesh(_put, (CACHES, CACHES, SAME), CACHES), donate=(1,))
 admit = Program(OverMesh(_admit, (STATE, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))

@@ -18,14 +18,14 @@ import numpy as np
 from tca_jax.engine import read
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.pages import Rows
+from tca_jax.engine.pages import Rows, bare, row_of
 from tca_jax.engine.prompts import bucket_length, pad_tokens
 from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import shapes_of
 from tca_jax.serve.batch import Batch, Request, is_intact
 from tca_jax.serve.documents import Document, Documents, pins
-from tca_jax.serve.pages import Numbers, bare, row_of
+from tca_jax.serve.pages import Numbers
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # longer documents are read alone, in turn with shorter ones

@@ -110,8 +110,8 @@ def ends(stream):
     [
         (read, "begin_program", ()),
         (read, "attend_program", (6,)),
-        (serve_pages, "fork", ()),
-        (serve_pages, "fork", (1,)),
+        (serve_pages, "add", ()),
+        (serve_pages, "add", (1,)),
         (extend, "_feed_program", (3,)),
         (serve_pages, "admit", (1,)),
         (serve_pages, "step", ()),
