@@ -502,7 +502,7 @@ def renumbered(table: Rows, lookups: Sequence[np.ndarray] | np.ndarray) -> Rows:
 
 def bare(table: Rows) -> Rows:
     """A table alone: without pool and free pages."""
-    return dataclasses.replace(table, **NO_POOL, free=None)
+    return dataclasses.replace(table, **NO_POOL, free=None)  # type: ignore[arg-type]
 
 
 def row_of(table: Rows, row: int) -> Rows:

@@ -347,7 +347,7 @@ def _attend_layer(
     layer: int | None,  # the number where the method's programs differ between layers
 ) -> tuple[Array, Array, Rows | None]:
     """The first half of a layer: attention's output, attended shares, and the tokens in pages of rows."""
-    inputs = _project(lm, weights, x, cos, sin, number, columns=x.shape[1])
+    inputs: Any = _project(lm, weights, x, cos, sin, number, columns=x.shape[1])
     (q, k, v, scores), index, filled = inputs, number if layer is None else layer, rows
     if scores is not None:
         out, shares = _attend_scored(lm, inputs, shares, lengths, number, backend=backend)
