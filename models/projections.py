@@ -169,7 +169,7 @@ def quantized_product(
 def _product(x: Array, codes: Array, scale: Array) -> Array:
     axes = (((x.ndim - 1,), (codes.ndim - 1,)), ((), ()))
     if math.prod(x.shape[:-1]) <= _FEW_TOKENS:
-        # XLA converts the weights as fast as it reads them.
+        # XLA converts the weights as fast as it reads them, for two tokens or more.
         y = jax.lax.dot_general(x, codes.astype(x.dtype), axes, precision=precision_of(x.dtype))
         return (y.astype(jnp.float32) * scale).astype(x.dtype)
     x_codes, x_scale = quantize(x)

@@ -74,7 +74,7 @@ class Program:
             return self._start((args[0], *place(args[0], args[1:])), static, place)
 
     def start_aside(self, *args: Any, **static: Any) -> Future[Compiled]:
-        """`start` by a thread, which traces, too; arguments that are consumed meanwhile are given as shapes."""
+        """`start` by a thread, for one device; arguments that are consumed meanwhile are given as shapes."""
         return _compilers.submit(functools.partial(self.start, *args, **static))
 
     def run(self, *args: Any, **static: Any) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tca_jax import programs
-from tca_jax.programs import Program, forget_programs
+from tca_jax.programs import Program, forget_programs, ready
 
 
 def double(x, *, times):
@@ -55,6 +55,12 @@ def test_programs_compile_ahead():
     program, x = Program(double), jax.ShapeDtypeStruct((5,), jnp.float32)
     assert program.start(x, times=2).shapes.shape == ()
     assert not compiles(program, 5)  # waits for the thread
+
+
+def test_a_program_that_compiles_aside_is_ready_once_it_has():
+    started = Program(double).start_aside(jnp.ones(6), times=2)
+    assert started.result().wait() is ready(started).wait()
+    assert ready(Future()) is ready(Program(double).start_aside(jnp.ones(6), times="x")) is None
 
 
 def test_a_program_that_does_not_compile_is_tried_again(monkeypatch):

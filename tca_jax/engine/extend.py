@@ -30,6 +30,7 @@ from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 from tca_jax.programs import MANY_TOKENS, Compiled, Program, ready, shapes_of
 
+_MOST_SHAPES = 4  # of tables whose programs a feeder holds; they seldom change
 _PASS_TOKENS = 2048  # of a row in one pass over the layers, at most: enough for matrix products at full speed
 
 
@@ -219,10 +220,14 @@ class Feeder:
 
     def _program(self, lm: LM, rows: Rows, *tokens: np.ndarray) -> Compiled | None:
         key = rows.widths, rows.free.numbers.shape
-        if key not in self._started:
+        started = self._started.pop(key, None)
+        if started is None:
             given = lm, shapes_of(rows), *tokens
-            self._started[key] = _feed_block_program.start_aside(*given, backend=self._backend)
-        return ready(self._started[key])
+            started = _feed_block_program.start_aside(*given, backend=self._backend)
+        self._started[key] = started  # least recently used first
+        if len(self._started) > _MOST_SHAPES:
+            del self._started[next(iter(self._started))]
+        return ready(started)
 
 
 def _calls_are_slow(lm: LM) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from tca_jax.engine.cache import mean_pages
-from tca_jax.engine.decode import seen_tokens
+from tca_jax.engine.decode import DecodingState, seen_tokens
 from tca_jax.engine.extend import Feeder, pass_tokens
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
@@ -118,9 +118,8 @@ class Batch:
         document = *self._continued(request.parent, request.own_tokens), np.int32(request.slot)
         given = self._pool.lend(self.table), self._pool.of_answers, live, *document
         self.table = self._pool.take_back(pages.add.run(self._bare_lm, *given))
-        if request.max_new_tokens > 1:  # their programs compile while the request is fed
-            self._fit()
-            self._steps(np.zeros(len(self.rows), np.int32))
+        if request.max_new_tokens > 1:  # the programs compile while the request is fed
+            self._steps(self._fitted(request), np.zeros(len(self.rows), np.int32))
         return True
 
     def fork(self, document: Document, own_tokens: int, free: FreePages) -> Rows:
@@ -171,14 +170,13 @@ class Batch:
         """Draws the first token of a request's answer."""
         config, vocabulary = request.stream.config, self._lm.config.vocab_size
         request.scheduled = 1
-        self._fit()
-        state, seen, allowed = self.state, None, None
+        state, seen, allowed = self._fitted(), None, None
         if state.seen is not None:
             seen, allowed = seen_tokens([request.tokens], vocabulary), self._allowed([request])
         stops, _ = pad_tokens([config.stop_token_ids or ()], vocabulary, state.stop_tokens.shape[1])
         key = jax.random.fold_in(jax.random.key(config.seed), request.sample)
         length, least = (np.asarray([number], np.int32) for number in (len(request.tokens), config.min_new_tokens))
-        fields = length, seen, key[None], None, self._sampling([request]), stops, least, allowed
+        fields = length, seen, key[None], None, self._sampling(state, [request]), stops, least, allowed
         self.state, output = pages.admit.run(self._bare_lm, state, np.int32(request.slot or 0), request.logits, fields)
         request.logits = None
         self.pending = [(output, tuple(self.rows))]  # it has the tokens of the step before, too
@@ -194,16 +192,16 @@ class Batch:
             evicts |= self._bounded and position % b == 0 and position >= full  # a block may leave its window
             request.scheduled += 1
         limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
-        programs, given = self._steps(limit)
+        programs, given = self._steps(self.state, limit)
         state, output = programs[evicts](*given)
         self.table = self._pool.take_back(state.cache)
         self.state = dataclasses.replace(state, cache=None)
         self.pending.append((output, tuple(self.rows)))
 
-    def _steps(self, limit: np.ndarray) -> tuple[Sequence[Callable[..., Any]], tuple[Any, ...]]:
+    def _steps(self, state: DecodingState, limit: np.ndarray) -> tuple[Sequence[Callable[..., Any]], tuple[Any, ...]]:
         """The programs of a step, without evicting and with, which may still compile, and their arguments."""
-        sampling, allowed = self._sampling(self.rows), None if self.state.seen is None else self._allowed(self.rows)
-        state = dataclasses.replace(self.state, cache=self._pool.lend(self.table))
+        sampling, allowed = self._sampling(state, self.rows), None if state.seen is None else self._allowed(self.rows)
+        state = dataclasses.replace(state, cache=self._pool.lend(self.table))
         given = self._program_lm, state, limit, sampling, allowed
         # To compare the shapes of all arguments is as slow as a step: these alone change.
         key = state.seen is None, None if state.top is None else state.top[0].shape, state.stop_tokens.shape
@@ -231,15 +229,15 @@ class Batch:
             outputs.append((request, new, bool(finite[slot]), bool(done[slot])))
         return outputs
 
-    def _fit(self) -> None:
-        """Adapts the state's optional arrays to its rows: an unused one costs time."""
-        streams = [each.stream for each in self.rows if each is not None]
-        state, vocabulary, changes = self.state, self._lm.config.vocab_size, dict[str, Any]()
+    def _fitted(self, *more: Request) -> DecodingState:
+        """The state with the optional arrays that answers and `more` requests need: an unused one costs time."""
+        requests, state = [*self.requests, *more], self.state
+        streams, vocabulary, changes = [x.stream for x in requests], self._lm.config.vocab_size, dict[str, Any]()
         stops = max(len(stream.config.stop_token_ids or ()) for stream in streams)
         if stops > state.stop_tokens.shape[1]:
             wide = ((0, 0), (0, bucket_length(stops, 1) - state.stop_tokens.shape[1]))
             changes["stop_tokens"] = jnp.pad(state.stop_tokens, wide, constant_values=vocabulary)
-        if all(each is None or (each.stream.sampling == Sampling() and each.mask is None) for each in self.rows):
+        if all(each.stream.sampling == Sampling() and each.mask is None for each in requests):
             changes["seen"] = None
         elif state.seen is None:
             changes["seen"] = jnp.zeros((len(self.rows), vocabulary), bool)
@@ -247,9 +245,11 @@ class Batch:
         if not most:
             changes["top"] = None
         elif state.top is None or state.top[0].shape[-1] < most:
-            shape = len(self.rows), 1, min(vocabulary, bucket_length(most, 4))
-            changes["top"] = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-        self.state = dataclasses.replace(state, **changes)
+            none, wide = jnp.zeros((len(self.rows), 1, 0)), min(vocabulary, bucket_length(most, 4))
+            top = state.top or (none.astype(jnp.int32), none)  # those of a pending step are still to be handed out
+            rest = (0, wide - top[0].shape[-1])
+            changes["top"] = tuple(jnp.pad(x, ((0, 0), (0, 0), rest)) for x in top)
+        return dataclasses.replace(state, **changes)
 
     def _allowed(self, requests: Sequence[Request | None]) -> UInt8[np.ndarray, "R W"]:
         """Tokens that rows may draw next, packed."""
@@ -271,10 +271,10 @@ class Batch:
             self._step_programs.clear()
             self.table = pages.widen.run(self._bare_lm, self.table, widths=self._widths, pages=self._pool.total)
 
-    def _sampling(self, requests: Sequence[Request | None]) -> Sampling:
+    def _sampling(self, state: DecodingState, requests: Sequence[Request | None]) -> Sampling:
         """Nothing where all rows are greedy and have no mask, else all numbers: so two programs do."""
         rows = [Sampling() if request is None else request.stream.sampling for request in requests]
-        return Sampling() if self.state.seen is None else Sampling.of_rows(rows)
+        return Sampling() if state.seen is None else Sampling.of_rows(rows)
 
 
 def is_intact(arrays: Any) -> bool:

@@ -29,7 +29,7 @@ from tca_jax.serve.pages import Numbers
 from tca_jax.serve.streams import FinishReason, Stream
 
 _TOGETHER_TOKENS = 2048  # longer documents are read alone, in turn with shorter ones
-_PART_SECONDS = 0.025  # that running answers wait: half for questions, a piece at least, else documents, a layer
+_PART_SECONDS = 0.025  # that answers wait: half for questions, a piece at least, the rest for documents, a layer
 _COMPILE_WAIT_SECONDS = 0.01  # before answers take steps
 _log = logging.getLogger(__name__)
 

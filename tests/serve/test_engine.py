@@ -122,10 +122,13 @@ def test_answers_by_scored_tokens_equal_generate(monkeypatch, is_slow):
     context = tca_jax.prefill(lm, document)
     with Engine(lm, max_rows=2, pages=200, answer_tokens=500) as engine:
         id_ = engine.read(document)
-        streams = [engine.ask(id_, tokens, keep=True, **options) for tokens in (asked, asked[:5], [7])]
+        questions = (asked, 9), (asked[:5], 2), ([7], 1)  # with log-probabilities of as many tokens
+        streams = [engine.ask(id_, tokens, keep=True, logprobs=n, **options) for tokens, n in questions]
         outs = [stream.result(120) for stream in streams]
-        for tokens, out in zip((asked, asked[:5], [7]), outs, strict=True):
-            assert out.tokens == tca_jax.generate(lm, [tokens], context=context, **options).tokens[0]
+        for (tokens, n), out in zip(questions, outs, strict=True):
+            own = tca_jax.generate(lm, [tokens], context=context, logprobs=n, **options)
+            assert out.tokens == own.tokens[0]
+            np.testing.assert_allclose(out.top_logprobs, own.top_logprobs[0], atol=1e-4)
         turn = tca_jax.prefill(lm, [[*asked, *outs[0].tokens[:-1]]], context=context)
         again = engine.ask(outs[0].document, [9], **options).result(120)
         assert again.tokens == tca_jax.generate(lm, [[9]], context=turn, **options).tokens[0]
