@@ -245,9 +245,9 @@ class Batch:
         if not most:
             changes["top"] = None
         elif state.top is None or state.top[0].shape[-1] < most:
-            none, wide = jnp.zeros((len(self.rows), 1, 0)), min(vocabulary, bucket_length(most, 4))
-            top = state.top or (none.astype(jnp.int32), none)  # those of a pending step are still to be handed out
-            rest = (0, wide - top[0].shape[-1])
+            none, places = jnp.zeros((len(self.rows), 1, 0)), min(vocabulary, bucket_length(most, 4))
+            top: Any = state.top or (none.astype(jnp.int32), none)  # a pending step's are still to be handed out
+            rest = (0, places - top[0].shape[-1])
             changes["top"] = tuple(jnp.pad(x, ((0, 0), (0, 0), rest)) for x in top)
         return dataclasses.replace(state, **changes)
 
