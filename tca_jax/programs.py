@@ -75,7 +75,7 @@ class Program:
 
     def start_aside(self, *args: Any, **static: Any) -> Future[Compiled]:
         """`start` by a thread, for one device; arguments that are consumed meanwhile are given as shapes."""
-        return _compilers.submit(functools.partial(self.start, *args, **static))
+        return _compilers.submit(self.start, *args, **static)
 
     def run(self, *args: Any, **static: Any) -> Any:
         """Calls the program, which is compiled first unless that was done before."""

@@ -468,10 +468,13 @@ class Rows(PerDevice):
             of_rows = kept.mean(axis=(0, 2))
         return float(np.mean((of_rows + fed - start) / fed))
 
-    def named_pages(self) -> Bool[Array, " P1"]:
-        """Pages that tables name; the last entry is none."""
-        named = jnp.zeros(self.num_pages + 1, bool).at[self.pages].set(True)
-        return named if self.scored is None else named.at[self.scored.pages].set(True)
+    def named_pages(self, live: Bool[Array, " R"] | None = None) -> Bool[Array, " P1"]:
+        """Pages that tables name, of all rows or of `live` ones; the last entry is none."""
+        named = jnp.zeros(self.num_pages + 1, bool)
+        for table in [self.pages] if self.scored is None else [self.pages, self.scored.pages]:
+            own = table if live is None else jnp.where(live[:, None, None], table, self.num_pages)
+            named = named.at[own].set(True)
+        return named
 
     def compacted(self, pages: int) -> Rows:
         """The same rows in a pool of `pages`: those that tables name, at most `pages` of them."""

@@ -216,10 +216,8 @@ def _add(
 ) -> Rows:
     """A table with a row that continues a document, on pages of answers that no live row names: one of a request."""
     own = of_answers[0] if lm.head_shards is None else part_of_device(of_answers)
-    named = jnp.zeros(len(own) + 1, bool)
-    for each in [table.pages] if table.scored is None else [table.pages, table.scored.pages]:
-        named = named.at[jnp.where(live[:, None, None], each, len(own))].set(True)
-    numbers = jnp.flatnonzero(own & ~named[:-1], size=len(table.free.numbers), fill_value=len(own))
+    unnamed = own & ~table.named_pages(live)[:-1]
+    numbers = jnp.flatnonzero(unnamed, size=len(table.free.numbers), fill_value=len(own))
     free = FreePages(numbers.astype(jnp.int32), jnp.int32(0))
     one = _fork(lm, dataclasses.replace(table, free=free), document, most)
     return dataclasses.replace(_put(lm, bare(table), one, row), k=one.k, v=one.v)

@@ -39,6 +39,7 @@ class Reading:
     """Documents that are read together."""
 
     documents: list[Document]
+    is_short: bool  # whether they are short, for which there is a turn of its own
     parts: Any = None  # iterator over tokens times layers of each part, which it reads
     programs: Future[Any] | None = None  # that compile before
 
@@ -167,8 +168,8 @@ class Scheduler:
 
     def _begin_reading(self, document: Document) -> bool:
         """Starts to read a document, and short ones with it; false without enough pages, and while others are read."""
-        kinds = [self._is_short(each.documents[0]) for each in self._readings]
-        if self._is_short(document) in kinds or (self._no_pages and not pins(document)):
+        is_short = self._is_short(document)
+        if any(each.is_short == is_short for each in self._readings) or (self._no_pages and not pins(document)):
             return False
         if self._documents.parent_of(document) is not None and not self._reach(document):
             return False
@@ -179,7 +180,7 @@ class Scheduler:
         if not self._has_room(document, count):
             self._documents.unpin(document)  # others may need the parent's pages
             return False
-        numbers, reading = self._pool.allocator.take(count), Reading(group)
+        numbers, reading = self._pool.allocator.take(count), Reading(group, is_short)
         self._readings.insert(0, reading)
         reading.parts = self._append(document, numbers) if document.parent else self._read(reading, numbers)
         next(reading.parts)
@@ -334,7 +335,7 @@ class Scheduler:
         else:
             return False
         self._readings = [reading, *(each for each in self._readings if each is not reading)]
-        begun, done, kind = time.perf_counter(), 0, self._is_short(reading.documents[0])
+        begun, done, kind = time.perf_counter(), 0, reading.is_short
         with self._failing(*reading.documents):
             try:
                 for count in reading.parts if wanted else ():
