@@ -138,10 +138,10 @@ def check_pages(arrays: Mapping[str, tuple[Any, str]], caches: tuple[Pages, ...]
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Stored:
-    """Vectors of zeros; of dtype e4m3, in eight bits."""
+    """Memory for vectors, on a GPU not written; of dtype e4m3, in eight bits."""
     if jnp.dtype(dtype) != CODES:
-        return jnp.zeros(shape, dtype)
-    return EightBits(jnp.zeros((*shape[:-1], shape[-1] // 2), jnp.uint16), jnp.zeros(shape[:-1], jnp.int8))
+        return jax.lax.empty(shape, dtype)
+    return EightBits(jax.lax.empty((*shape[:-1], shape[-1] // 2), jnp.uint16), jax.lax.empty(shape[:-1], jnp.int8))
 
 
 def encode(x: Float[Array, "*s d"], stored: Stored) -> Stored:

@@ -51,6 +51,14 @@ class _Key(tuple[Hashable, ...]):
         return self._hash
 
 
+def signature(args: Any) -> _Key:
+    """Structure, shapes and shardings of arguments, which a program is compiled for."""
+    leaves, structure = jax.tree.flatten(args)
+    shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
+    on_mesh = (None if isinstance(sharding, SingleDeviceSharding) else sharding for sharding in shardings)
+    return _Key((structure, tuple(zip(map(jax.typeof, leaves), on_mesh, strict=True))))
+
+
 class Program:
     """A function, compiled for argument shapes, static arguments and `jax_default_matmul_precision`."""
 
@@ -82,12 +90,9 @@ class Program:
         return self.start(*args, **static)(*args)
 
     def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> _Key:
-        leaves, structure = jax.tree.flatten(args)
-        shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
-        on_mesh = (None if isinstance(sharding, SingleDeviceSharding) else sharding for sharding in shardings)
-        shapes = tuple(zip(map(jax.typeof, leaves), on_mesh, strict=True))
-        options = tuple(sorted(static.items())), _OPTIONS.jax_default_matmul_precision
-        return _Key((self, structure, shapes, *options))
+        model = getattr(args[0], "signature", None) if args else None  # kept by a model
+        own = signature(args) if model is None else signature(args[1:])
+        return _Key((self, model, own, tuple(sorted(static.items())), _OPTIONS.jax_default_matmul_precision))
 
     def _lower(self, args: Sequence[Any], static: Mapping[str, Any]) -> Any:
         function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives

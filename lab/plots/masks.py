@@ -72,7 +72,8 @@ def _read_layer(
             scores = policy.score(settings, module.attention_norm(x), positions)
             kept = policy.stays(settings, scores) | _window(policy, k.shape[1], lengths)
             kept = kept | policy.reserved(queries, k, lengths) if policy.reserve else kept
-            return prefill.attend_scored(settings, q, k, v, scores, lengths, "auto").out, kept
+            chosen = prefill.choose(settings, q, k, v, scores, lengths, "auto")
+            return prefill.attend_chosen(q, k, v, chosen, lengths, "auto").out, kept
         selection = policy.select(layer, heads, queries, k, v, lengths)
         if method.prefill_reads_cache:
             selected = compact(policy, layer, heads, selection, k, v, "auto")

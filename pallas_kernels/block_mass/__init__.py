@@ -1,4 +1,4 @@
-"""Block mass: how much attention the queries of each tile put on each block of keys, estimated from some of them.
+"""Block mass: the most attention that queries of each tile put on each block of keys, of some of them.
 
 docs/method.md, "Readings".
 """
@@ -20,15 +20,13 @@ def block_mass(
     *,
     block_size: int,
     stride: int,
-    largest: bool = False,
     backend: Backend = "auto",
 ) -> Float32[Array, "B Hkv N N"]:
-    """Attention mass of sampled queries on every block of keys.
+    """The largest attention mass that sampled queries put on every block of keys.
 
     Tile t holds the queries [t b, (t + 1) b), block j the keys [j b, (j + 1) b). Of each run of `stride` queries of a
-    tile the last one is sampled; where that lies past the prompt, the prompt's last query is. Entry [t, j] is the sum,
-    over the samples of tile t and over the group, of p(i, j): the softmax, over the blocks, of the highest causal
-    q_i . k / sqrt(d) in each block. With `largest` it is their largest p(i, j), the probability of all keys of block j.
+    tile the last one is sampled; where that lies past the prompt, the prompt's last query is. Entry [t, j] is the
+    largest probability, over the samples of tile t and over the group, of all keys of block j together.
 
     Args:
         q: Queries after RoPE [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
@@ -36,7 +34,6 @@ def block_mass(
         lengths: Prompt lengths [B]; may be traced.
         block_size: Tokens in a block and queries in a tile, b.
         stride: Divides b.
-        largest: Whether an entry is the largest probability of a block instead of a sum of estimates.
         backend: See `backends.Backend`.
 
     Returns:
@@ -45,7 +42,7 @@ def block_mass(
     check_blocks(block_size)
     require(is_multiple(block_size, stride), f"stride = {stride}: must divide block_size = {block_size}")
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
-    return dispatch("block_mass", backend)(q, k, lengths, block_size=block_size, stride=stride, largest=largest)
+    return dispatch("block_mass", backend)(q, k, lengths, block_size=block_size, stride=stride)
 
 
 def sampled_positions(lengths: Int[Array, " B"], tiles: int, block_size: int, stride: int) -> Int32[Array, "B N S"]:

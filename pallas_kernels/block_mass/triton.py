@@ -1,4 +1,4 @@
-"""Block mass through Pallas-Triton: one pass over the keys keeps the highest score of every sampled query and block.
+"""Block mass through Pallas-Triton: one pass over the keys keeps the log-sum-exp of every sampled query and block.
 
 A program has the sampled queries of some neighbouring tiles of a KV head, all heads of the group, and goes over the
 blocks up to its last tile. It writes one number for each query and block, a `block_size`-th of the scores, and each
@@ -26,7 +26,7 @@ from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
 _MOST_ROWS = 256  # of a program
-_MOST_BYTES = 2**29  # of the highest scores of a part of the tiles
+_MOST_BYTES = 2**29  # of what a part of the tiles writes
 _UNSEEN = -(2.0**99)  # score of a masked token: a power of two, whose product with any scale is exact
 
 
@@ -55,7 +55,7 @@ def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> Blo
     return BlockMassConfig(tiles, min(most, keys), 8 if held > 64 else 4, stages)
 
 
-@partial(jax.jit, static_argnames=("block_size", "stride", "largest", "config", "interpret"))
+@partial(jax.jit, static_argnames=("block_size", "stride", "config", "interpret"))
 @jax.named_scope("block_mass")
 def block_mass(
     q: Array,
@@ -64,7 +64,6 @@ def block_mass(
     *,
     block_size: int,
     stride: int,
-    largest: bool = False,
     config: BlockMassConfig | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -91,13 +90,13 @@ def block_mass(
     queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)
     before = jnp.arange(tiles)[:, None] * block_size < lengths[:, None, None]  # tiles that begin before the length
     places = jnp.where(before, positions, -1).reshape(batch, parts * part, -1).repeat(group, axis=-1)
-    kernel = partial(_peaks, block_size=block_size, held=held, totals=largest, config=config, interpret=interpret)
+    kernel = partial(_peaks, block_size=block_size, held=held, config=config, interpret=interpret)
 
     def of_part(number: Array) -> Float32[Array, "B Hkv t N"]:
         first = number * part
         own = lax.dynamic_slice_in_dim(queries, first, part, axis=2)
         where = lax.dynamic_slice_in_dim(places, first, part, axis=1)
-        peaks, sums = triton_call(
+        totals, sums = triton_call(
             kernel,
             (own, where, k, lengths, first[None].astype(jnp.int32)),
             [((batch, kv_heads, part, blocks, held), jnp.float32), ((batch, kv_heads, part, held), jnp.float32)],
@@ -107,26 +106,24 @@ def block_mass(
             stages=config.stages,
             interpret=interpret,
         )
-        return _mass(peaks, sums, where, config.tiles, block_size, largest)
+        return _mass(totals, sums, where, config.tiles, block_size)
 
     masses = lax.map(of_part, jnp.arange(parts, dtype=jnp.int32))  # [parts, B, Hkv, t, N]
     return jnp.moveaxis(masses, 0, 2).reshape(batch, kv_heads, tiles, blocks)[:, :, :blocks]
 
 
 def _mass(
-    peaks: Float32[Array, "B Hkv p N held"],
+    totals: Float32[Array, "B Hkv p N held"],
     sums: Float32[Array, "B Hkv p held"],
     places: Int[Array, "B p rows"],  # -1: sees nothing
     tiles: int,
     block_size: int,
-    largest: bool,
 ) -> Float32[Array, "B Hkv t N"]:
-    """The softmax of each row over its blocks, added up over the rows of a tile, or its largest."""
-    batch, kv_heads, part, blocks, _ = peaks.shape
+    """The softmax of each row over its blocks, the largest of the rows of a tile."""
+    batch, kv_heads, part, blocks, _ = totals.shape
     seen = (jnp.arange(blocks)[:, None] <= places[:, :, None] // block_size)[:, None]  # [B, 1, p, N, rows]
-    shares = jnp.where(seen, jnp.exp2(peaks - sums[..., None, :])[..., : seen.shape[-1]], 0)
-    shares = shares.reshape(batch, kv_heads, part, blocks, tiles, -1)
-    mass = shares.max(axis=-1) if largest else shares.sum(axis=-1)
+    shares = jnp.where(seen, jnp.exp2(totals - sums[..., None, :])[..., : seen.shape[-1]], 0)
+    mass = shares.reshape(batch, kv_heads, part, blocks, tiles, -1).max(axis=-1)
     return jnp.moveaxis(mass, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
 
 
@@ -141,11 +138,10 @@ def _peaks(
     *,
     block_size: int,
     held: int,
-    totals: bool,
     config: BlockMassConfig,
     interpret: bool,
 ) -> None:
-    """The highest score or log-sum-exp of each row in each block, and the log-sum-exp of these, to base 2."""
+    """The log-sum-exp of each row in each block, and that of all blocks, to base 2."""
     _, _, part, count, head_dim = q_ref.shape
     turn, head, row = (pl.program_id(axis) for axis in range(3))
     program = part - 1 - turn  # the last tiles, which see most, come first
@@ -173,12 +169,11 @@ def _peaks(
             if masked:
                 scores = jnp.where(token[None, :] <= place[:, None], scores, _UNSEEN)
             higher = jnp.maximum(peak, jnp.max(scores, axis=1))
-            if totals:
-                shift = -scale * higher
-                powers = power(scores, scale, jnp.broadcast_to(shift[:, None], scores.shape))
-                total = total * power(peak, scale, shift) + jnp.sum(powers, axis=1)
+            shift = -scale * higher
+            powers = power(scores, scale, jnp.broadcast_to(shift[:, None], scores.shape))
+            total = total * power(peak, scale, shift) + jnp.sum(powers, axis=1)
             peak = higher
-        found = scale * peak + jnp.log2(total) if totals else scale * peak
+        found = scale * peak + jnp.log2(total)
         pltriton.store(out_ref.at[row, head, program, block, :], found)
         higher = jnp.maximum(highest, found)
         return higher, summed * power(highest, 1.0, -higher) + power(found, 1.0, -higher)

@@ -12,9 +12,9 @@ from tca_jax.pallas_kernels.block_mass import sampled_positions
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 
 
-@partial(jax.jit, static_argnames=("block_size", "stride", "largest"))
+@partial(jax.jit, static_argnames=("block_size", "stride"))
 @jax.named_scope("block_mass")
-def block_mass(q: Array, k: Array, lengths: Array, *, block_size: int, stride: int, largest: bool = False) -> Array:
+def block_mass(q: Array, k: Array, lengths: Array, *, block_size: int, stride: int) -> Array:
     """The softmax over blocks of a tile's sampled queries, a tile at a time."""
     (batch, length, kv_heads, head_dim), group = k.shape, q.shape[2] // k.shape[2]
     if length == 0:
@@ -30,9 +30,8 @@ def block_mass(q: Array, k: Array, lengths: Array, *, block_size: int, stride: i
         seen = (jnp.arange(tiles * block_size) <= places[..., None])[:, None, :, None]  # [B, 1, S, 1, N b]
         scores = jnp.where(seen, scaled_scores("bshgd,bhld->bhsgl", rows, keys), MASKED)
         scores = scores.reshape(*scores.shape[:-1], tiles, block_size)
-        of_block = jax.nn.logsumexp(scores, axis=-1) if largest else scores.max(axis=-1)  # [B, Hkv, S, G, N]
-        shares = jnp.where(scores.max(axis=-1) > MASKED, jax.nn.softmax(of_block, axis=-1), 0)
-        mass = shares.max(axis=(2, 3)) if largest else shares.sum(axis=(2, 3))
+        of_block = jax.nn.softmax(jax.nn.logsumexp(scores, axis=-1), axis=-1)  # [B, Hkv, S, G, N]
+        mass = jnp.where(scores.max(axis=-1) > MASKED, of_block, 0).max(axis=(2, 3))
         return jnp.where((tile * block_size < lengths)[:, None, None], mass, 0)
 
     return jnp.moveaxis(jax.lax.map(one_tile, jnp.arange(tiles)), 0, 2)

@@ -171,6 +171,11 @@ def spare_pages(pages: int, longest: int, page_bytes: int) -> int:
     return 0
 
 
+def small_pool(page_bytes: int) -> int:
+    """Pages of a pool that is little memory, which prompts of all octaves share; 0 where the memory is not known."""
+    return (memory_bytes() or 0) // _SPARE // page_bytes
+
+
 def allocator_limit() -> int | None:
     """Memory limit of the default device's allocator in bytes; None without one (some report 0)."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit") or None

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Int32
 
+from tca_jax import programs
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import STATIC, HeadShards, Orders, mesh_name
 from tca_jax.engine.prompts import TokenizerWording
@@ -253,6 +254,11 @@ class LM:
         return lm
 
     # A program looks at all weights that it gets, which takes milliseconds for those of a deep model.
+
+    @functools.cached_property
+    def signature(self) -> Any:
+        """Structure and shapes of the model as an argument of programs, computed once."""
+        return programs.signature(self)
 
     @functools.cached_property
     def without_weights(self) -> LM:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from tca_jax.engine.cache import CacheLayout, spare_pages
+from tca_jax.engine.cache import CacheLayout, small_pool, spare_pages
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import rows_of_device
 from tca_jax.engine.prompts import bucket_length, encode_prompts, pad_tokens, require_positions
@@ -107,8 +107,15 @@ class Prompts:
 
     @functools.cached_property
     def longest(self) -> Prompts:
-        """Prompts and answers whose tables and pool these share: those of an octave, if the pool is not much memory."""
-        return dataclasses.replace(self, columns=1 << (self.columns - 1).bit_length(), fed_tokens=self.room - 1)
+        """Prompts and answers whose tables and pool these share: the longest of a small pool, or those of an octave."""
+        found = dataclasses.replace(self, columns=1 << (self.columns - 1).bit_length(), fed_tokens=self.room - 1)
+        small, most = small_pool(self.lm.page_bytes), 0 if self.context_columns else self.lm.config.max_context
+        while found.columns < most:
+            longer = dataclasses.replace(found, columns=2 * found.columns)
+            if longer.num_pages > small:
+                break
+            found = longer
+        return found
 
     @property
     def kv_cache_bytes(self) -> int:

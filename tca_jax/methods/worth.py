@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.methods.base import Attended, BlockMeans, CachePolicy, Heads, Method, PrefillPolicy
-from tca_jax.methods.regions import Regions, Selection, causal_pairs, selected_pairs, sum_of_counts
+from tca_jax.methods.regions import Regions, Selected, Selection, causal_pairs, selected_pairs, sum_of_counts
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
 from tca_jax.pallas_kernels.causal_attention import causal_attention
@@ -25,6 +25,7 @@ WINDOW = 256
 RESERVE = WINDOW // 2  # tokens of each head for a question in the prompt
 OBSERVED, SPREAD = 64, 16  # last queries that choose them, and tokens that a chosen one's score reaches
 IN_FULL = 4096  # tokens up to which prompts are read in full: sparse reading would launch more than it saves
+_SIZES: Any = {"block_size": BLOCK, "window": WINDOW}
 _STRIDE = 16  # every which query of a tile estimates the mass of blocks
 
 
@@ -43,6 +44,14 @@ class WorthSettings(NamedTuple):
     theta: Float32[Array, "*layers"]  # tokens of at least this predicted worth stay
     read: ReadSettings
     left: Float32[Array, "*layers"]  # of the pages that are left, the part that this layer may take
+
+
+class Chosen(NamedTuple):
+    """Tokens, blocks and means that the queries of a layer attend to besides their window."""
+
+    kept: Selected  # tokens
+    far: FarBlocks  # blocks and means of the others
+    pairs: Float32[Array, " B"]  # of a query and a key or mean, mean over heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +124,27 @@ class WorthPrefill(PrefillPolicy):
     def attend(self, *_: Any, **__: Any) -> Attended:
         raise AssertionError("scores are needed")
 
-    def attend_scored(
+    def attends_to_all(self, tokens: int) -> bool:
+        """Whether prompts of that many tokens are read in full."""
+        return tokens <= IN_FULL
+
+    def choose(
         self, settings: WorthSettings, q: Array, k: Array, v: Array, scores: Array, lengths: Array, backend: Backend
+    ) -> Chosen | None:
+        """Chosen tokens, blocks and means; None where queries attend to all that they can."""
+        if self.attends_to_all(k.shape[1]):
+            return None
+        return choose_by_worth(q, k, v, scores, lengths, settings.read, backend=backend)
+
+    def attend_chosen(
+        self, q: Array, k: Array, v: Array, chosen: Chosen | None, lengths: Array, backend: Backend
     ) -> Attended:
-        if k.shape[1] <= IN_FULL:
+        """Attention to those and to the window."""
+        if chosen is None:
             return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
-        sizes: dict[str, Any] = {"block_size": BLOCK, "window": WINDOW, "stride": _STRIDE}
-        return Attended(*attend_by_worth(q, k, v, scores, lengths, settings.read, **sizes, backend=backend))
+        of_tokens = chosen.kept.pool, chosen.kept.budgets
+        out = prefill_attention(q, k, v, *of_tokens, lengths, far=chosen.far, **_SIZES, backend=backend)
+        return Attended(out, chosen.pairs)
 
 
 def by_worth(capacity: float = 1.0) -> Method:
@@ -129,7 +152,7 @@ def by_worth(capacity: float = 1.0) -> Method:
     return Method("worth", WorthPrefill(), WorthCache(capacity))
 
 
-def attend_by_worth(
+def choose_by_worth(
     q: Float[Array, "B L Hq d"],
     k: Float[Array, "B L Hkv d"],
     v: Float[Array, "B L Hkv d"],
@@ -137,27 +160,25 @@ def attend_by_worth(
     lengths: Int[Array, " B"],
     settings: ReadSettings,
     *,
-    block_size: int,
-    window: int,
-    stride: int,
+    stride: int = _STRIDE,
     backend: Backend = "auto",
-) -> tuple[Float[Array, "B L Hq d"], Float32[Array, " B"]]:
-    """Attention, and the mean over heads of the pairs of a query and a key or mean that were attended to."""
-    length, blocks = k.shape[1], cdiv(k.shape[1], block_size)
+) -> Chosen:
+    """Tokens of high predicted worth, blocks of much mass for each tile of queries, and means of the other blocks."""
+    length, blocks = k.shape[1], cdiv(k.shape[1], BLOCK)
     place, block = jnp.arange(length), jnp.arange(blocks)
     there = (place < lengths[:, None])[:, None]
     selected = ((worth >= settings.theta) | (place < FIRST)) & there
-    regions = Regions.plan(k.shape[0], [length] * k.shape[2], block_size)
-    kept = regions.fill(Selection.of_tokens(selected, block_size), k, v, block_size=block_size, backend=backend)
+    regions = Regions.plan(k.shape[0], [length] * k.shape[2], BLOCK)
+    kept = regions.fill(Selection.of_tokens(selected, BLOCK), k, v, block_size=BLOCK, backend=backend)
 
-    before = block < jnp.maximum(block[:, None] - window // block_size, 0)  # [tile, block]
-    mass = block_mass(q, k, lengths, block_size=block_size, stride=stride, largest=True, backend=backend)
+    before = block < jnp.maximum(block[:, None] - WINDOW // BLOCK, 0)  # [tile, block]
+    mass = block_mass(q, k, lengths, block_size=BLOCK, stride=stride, backend=backend)
     read = before & ((mass >= settings.mass) | (lengths <= IN_FULL)[:, None, None, None])
     ends = jnp.cumsum(read, axis=-1, dtype=jnp.int32)
-    first, slots = jnp.broadcast_to(block * block_size, read.shape), jnp.where(read, ends - 1, blocks)
+    first, slots = jnp.broadcast_to(block * BLOCK, read.shape), jnp.where(read, ends - 1, blocks)
     listed = jnp.put_along_axis(jnp.zeros_like(ends), slots, first, axis=-1, mode="drop", inplace=False)
     counts = ends[..., -1]
-    mean_k, mean_v, entropy = block_means(k, v, worth, ~selected & there, block_size)
+    mean_k, mean_v, entropy = block_means(k, v, worth, ~selected & there, BLOCK)
     bias = jnp.where(before & ~read, entropy[:, :, None], -jnp.inf)
     mean_counts = jnp.where(settings.means, before.sum(axis=-1), 0)
     far = FarBlocks(
@@ -169,13 +190,11 @@ def attend_by_worth(
         bias,
         jnp.broadcast_to(mean_counts, counts.shape).astype(jnp.int32),
     )
-    sizes: dict[str, Any] = {"block_size": block_size, "window": window}
-    out = prefill_attention(q, k, v, kept.pool, kept.budgets, lengths, far=far, **sizes, backend=backend)
-    queries = jnp.clip(lengths[:, None] - block * block_size, 0, block_size)[:, None]  # of each tile
+    queries = jnp.clip(lengths[:, None] - block * BLOCK, 0, BLOCK)[:, None]  # of each tile
     rest = jnp.pad(kept.budgets, ((0, 0), (0, 0), (0, blocks - kept.budgets.shape[-1])))
-    keys = jnp.where(read, block_size - rest[:, :, None], settings.means & (bias > -jnp.inf)).sum(axis=-1)
-    pairs = selected_pairs(kept.budgets, lengths, **sizes) + sum_of_counts(queries * keys)
-    return out, pairs.mean(axis=-1)
+    keys = jnp.where(read, BLOCK - rest[:, :, None], settings.means & (bias > -jnp.inf)).sum(axis=-1)
+    pairs = selected_pairs(kept.budgets, lengths, **_SIZES) + sum_of_counts(queries * keys)
+    return Chosen(kept, far, pairs.mean(axis=-1))
 
 
 def block_means(

@@ -87,6 +87,9 @@ def test_lengths_of_an_octave_share_decoding(profile, kept, half, monkeypatch):
         context, options = tca_jax.prefill(lm, random_prompt(n, n)), OPTIONS | {"logprobs": 3, "max_new_tokens": n // 4}
         tca_jax.generate(lm, random_prompt(0, n // 10), context=context, **options)
     assert set(names) <= {half, "_read", "_begin", "_after_attention", "_end", "_fork", "<lambda>"}
+    names.clear()
+    tca_jax.generate(lm, random_prompt(0, 1_500), **OPTIONS | {"logprobs": 3})  # of another octave
+    assert {"decode", "leave"}.isdisjoint(names)
 
 
 def test_traced_prompts_have_any_width(profile):

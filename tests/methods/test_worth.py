@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.methods.worth import ReadSettings, attend_by_worth
+from tca_jax.methods.worth import ReadSettings, WorthPrefill, choose_by_worth
 
 LENGTHS, TOKENS, BLOCK, WINDOW = [640, 503], 640, 128, 256
 HEADS, GROUP, SIZE = 2, 2, 16
@@ -20,7 +20,8 @@ def drawn():
 
 def attend(operands, theta, mass, means=True, stride=16):
     settings = ReadSettings(jnp.float32(theta), jnp.float32(mass), jnp.asarray(means))
-    return attend_by_worth(*operands, settings, block_size=BLOCK, window=WINDOW, stride=stride)
+    chosen = choose_by_worth(*operands, settings, stride=stride)
+    return WorthPrefill().attend_chosen(*operands[:3], chosen, operands[-1], "auto")
 
 
 def by_loops(q, k, v, worth, length, theta, mass, means, stride):
