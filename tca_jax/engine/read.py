@@ -251,15 +251,11 @@ class Layers:
         if not self._columns:
             return call(attend_program, *given, *state, **static)
         inputs = call(_project_program, *given, sizes[-1], columns=self._columns)
-        options = {"backend": static["backend"]}  # in several programs, which compile beside each other
+        options = {"backend": static["backend"]}  # in two programs, which compile beside each other
         given = model, inputs, rows, self._lengths, self._most, *sizes
-        rows = call(_fill_program, *given, layout=static["layout"], **options)
-        given, prefill = (model, inputs, self._lengths, sizes[-1]), typing.cast(Any, self._lm.method.prefill)
-        if self._lm.mesh is None and prefill.by_scores and not prefill.attends_to_all(self._columns):
-            chosen = call(_choose_program, *given, **options)
-            return *call(_chosen_program, model, inputs, chosen, self.shares, self._lengths, **options), rows
-        # On a mesh programs are compiled one after the other, and called more slowly.
-        return *call(_attention_program, *given, self.shares, **options), rows
+        rows, chosen = call(_fill_program, *given, layout=static["layout"], **options)
+        given = model, inputs, chosen, self.shares, self._lengths, sizes[-1]
+        return *call(_attention_program, *given, **options), rows
 
     def _second_half(self, number: int, start: int) -> tuple[Any, ...]:
         weights, first = self._lm.layer_params(number), self._calls.number(start, self._lm.mesh)
@@ -355,7 +351,7 @@ def _attend_layer(
     inputs: Any = _project(lm, weights, x, cos, sin, number, columns=x.shape[1])
     (q, k, v, scores), index, filled = inputs, number if layer is None else layer, rows
     if scores is not None:
-        out, shares = _attend_scored(lm, inputs, lengths, number, shares, backend=backend)
+        out, shares = _attend_scored(lm, inputs, None, shares, lengths, number, backend=backend)
         if rows is not None:
             given = lengths, most, padded, room, number
             filled = _fill_scored(lm, inputs, rows, *given, layout=layout, backend=backend)
@@ -392,35 +388,35 @@ def attend_selected(
 
 
 def _attend_scored(
-    lm: LM, inputs: Any, lengths: Int[Array, " B"], number: Int[Array, ""], shares: Array, *, backend: Backend
-) -> tuple[Array, Array]:
-    """Attention of a layer whose tokens have scores: its output, and attended shares."""
-    chosen = _choose(lm, inputs, lengths, number, backend=backend)
-    return _attend_chosen(lm, inputs, chosen, shares, lengths, backend=backend)
-
-
-def _choose(
     lm: LM,  # without weights
     inputs: tuple[Array, Array, Array, Array],  # of `_project`, [B, C, heads, d] and [B, Hkv, C]
+    chosen: Any,  # of `_choose`; None where it is not known yet
+    shares: Float32[Array, " B"],
     lengths: Int[Array, " B"],
     number: Int[Array, ""],
     *,
     backend: Backend,
-) -> Any:
-    """Tokens, blocks and means that the queries of a layer attend to by scores; None if not by them."""
-    prefill = typing.cast(Any, lm.method.prefill)
-    return prefill.choose(lm.scored_settings(number), *inputs, lengths, backend) if prefill.by_scores else None
-
-
-def _attend_chosen(
-    lm: LM, inputs: Any, chosen: Any, shares: Float32[Array, " B"], lengths: Int[Array, " B"], *, backend: Backend
 ) -> tuple[Array, Array]:
+    """Attention of a layer whose tokens have scores: its output, and attended shares."""
     (q, k, v, _), prefill = inputs, typing.cast(Any, lm.method.prefill)
     if prefill.by_scores:
+        chosen = _choose(lm, inputs, lengths, number, backend) if chosen is None else chosen
         attended = prefill.attend_chosen(q, k, v, chosen, lengths, backend)
     else:
         attended = prefill.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, backend)
     return attended.out, shares + attended.pairs / causal_pairs(lengths)
+
+
+def _choose(lm: LM, inputs: Any, lengths: Int[Array, " B"], number: Int[Array, ""], backend: Backend) -> Any:
+    """Tokens, blocks and means that the queries of a layer attend to; None where they attend to all."""
+    return typing.cast(Any, lm.method.prefill).choose(lm.scored_settings(number), *inputs, lengths, backend)
+
+
+def _fill_and_choose(lm: LM, inputs: Any, rows: Rows, lengths: Array, *sizes: Any, **static: Any) -> tuple[Rows, Any]:
+    """`_fill_scored`, and on one device `_choose`: with attention, its kernels would compile one after the other."""
+    filled = _fill_scored(lm, inputs, rows, lengths, *sizes, **static)
+    chosen = lm.mesh is None and typing.cast(Any, lm.method.prefill).by_scores
+    return filled, _choose(lm, inputs, lengths, sizes[-1], static["backend"]) if chosen else None
 
 
 def _fill_scored(
@@ -484,11 +480,11 @@ attend_program = Program(
 )
 _project_program = Program(OverMesh(_project, (*_LAYER, SAME), _INPUTS), on_gpu=MANY_TOKENS)
 _attention_program = Program(
-    OverMesh(_attend_scored, (_INPUTS, ROWS, SAME, ROWS), (OUT, ROWS)), donate=(4,), on_gpu=MANY_TOKENS
+    OverMesh(_attend_scored, (_INPUTS, SAME, ROWS, ROWS, SAME), (OUT, ROWS)), donate=(3,), on_gpu=MANY_TOKENS
 )
-_choose_program = Program(_choose, on_gpu=MANY_TOKENS)
-_chosen_program = Program(_attend_chosen, donate=(3,), on_gpu=MANY_TOKENS)
-_fill_program = Program(OverMesh(_fill_scored, (_INPUTS, CACHES, *_SIZES), CACHES), donate=(2,), on_gpu=MANY_TOKENS)
+_fill_program = Program(
+    OverMesh(_fill_and_choose, (_INPUTS, CACHES, *_SIZES), (CACHES, SAME)), donate=(2,), on_gpu=MANY_TOKENS
+)
 after_program = Program(OverMesh(_after_attention, (WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), on_gpu=MANY_TOKENS)
 end_program = Program(OverMesh(_end, (WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 

@@ -124,15 +124,11 @@ class WorthPrefill(PrefillPolicy):
     def attend(self, *_: Any, **__: Any) -> Attended:
         raise AssertionError("scores are needed")
 
-    def attends_to_all(self, tokens: int) -> bool:
-        """Whether prompts of that many tokens are read in full."""
-        return tokens <= IN_FULL
-
     def choose(
         self, settings: WorthSettings, q: Array, k: Array, v: Array, scores: Array, lengths: Array, backend: Backend
     ) -> Chosen | None:
         """Chosen tokens, blocks and means; None where queries attend to all that they can."""
-        if self.attends_to_all(k.shape[1]):
+        if k.shape[1] <= IN_FULL:
             return None
         return choose_by_worth(q, k, v, scores, lengths, settings.read, backend=backend)
 
