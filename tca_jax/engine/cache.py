@@ -172,8 +172,8 @@ def spare_pages(pages: int, longest: int, page_bytes: int) -> int:
 
 
 def small_pool(page_bytes: int) -> int:
-    """Pages of a pool that is little memory, which prompts of all octaves share; 0 where the memory is not known."""
-    return (memory_bytes() or 0) // _SPARE // page_bytes
+    """Pages of a pool that is little memory of a GPU, for prompts of all octaves; 0 on a CPU, which clears memory."""
+    return (allocator_limit() or 0) // _SPARE // page_bytes
 
 
 def allocator_limit() -> int | None:

@@ -19,8 +19,8 @@ def drawn():
 
 
 def attend(operands, theta, mass, means=True, stride=16):
-    settings = ReadSettings(jnp.float32(theta), jnp.float32(mass), jnp.asarray(means))
-    chosen = choose_by_worth(*operands, settings, stride=stride)
+    settings = jnp.float32(theta), jnp.float32(mass), jnp.asarray(means)
+    chosen = choose_by_worth(*operands, ReadSettings(*settings), stride=stride)
     return WorthPrefill().attend_chosen(*operands[:3], chosen, operands[-1], "auto")
 
 
@@ -63,7 +63,6 @@ def test_tokens_blocks_and_means_equal_loops(theta, mass, means, stride):
     operands = drawn()
     out, pairs = attend(operands, theta, mass, means, stride)
     for row, length in enumerate(LENGTHS):
-        of_row = (x[row] for x in operands[:4])
-        expected, attended = by_loops(*of_row, length, theta, mass, means, stride)
+        expected, attended = by_loops(*(x[row] for x in operands[:4]), length, theta, mass, means, stride)
         np.testing.assert_allclose(out[row, :length], expected, atol=3e-5)
         np.testing.assert_allclose(pairs[row], attended.mean(), rtol=1e-6)

@@ -129,8 +129,7 @@ def check_mass(function, sizes, block_size, stride, tolerance=1e-4, scale=None):
             for end in range(tile * block_size + stride - 1, (tile + 1) * block_size, stride):
                 position = min(end, len(keys) - 1)
                 logits = queries[position] @ keys[: position + 1].T / np.sqrt(k.shape[-1])
-                rest = (0, 0), (0, blocks * block_size - position - 1)
-                seen = np.pad(logits, rest, constant_values=-np.inf)
+                seen = np.pad(logits, ((0, 0), (0, blocks * block_size - position - 1)), constant_values=-np.inf)
                 shares = oracle.softmax(seen).reshape(len(seen), blocks, block_size).sum(axis=-1).max(axis=0)
                 expected[row, head, tile] = np.maximum(expected[row, head, tile], shares)
     mass = function(q, k, lengths, block_size=block_size, stride=stride)
