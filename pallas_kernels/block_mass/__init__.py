@@ -1,4 +1,4 @@
-"""Block mass: the most attention that queries of each tile put on each block of keys, of some of them.
+"""Block mass: the most attention that sampled queries of each tile put on each block of keys.
 
 docs/method.md, "Readings".
 """

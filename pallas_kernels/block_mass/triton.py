@@ -90,7 +90,7 @@ def block_mass(
     queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)
     before = jnp.arange(tiles)[:, None] * block_size < lengths[:, None, None]  # tiles that begin before the length
     places = jnp.where(before, positions, -1).reshape(batch, parts * part, -1).repeat(group, axis=-1)
-    kernel = partial(_peaks, block_size=block_size, held=held, config=config, interpret=interpret)
+    kernel = partial(_totals, block_size=block_size, held=held, config=config, interpret=interpret)
 
     def of_part(number: Array) -> Float32[Array, "B Hkv t N"]:
         first = number * part
@@ -127,7 +127,7 @@ def _mass(
     return jnp.moveaxis(mass, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
 
 
-def _peaks(
+def _totals(
     q_ref: Any,
     places_ref: Any,
     k_ref: Any,

@@ -22,7 +22,7 @@ def paged_attention(
 
     Column j holds the query at position first + j. It attends to all kept tokens of its head, and to the token at
     position p iff max(0, (newest // b) b - window) <= p <= min(first + j, newest): what a prefill of the same tokens
-    calls local. Columns past `newest` are padding. Values that are not attended to must be finite.
+    calls local. Columns past `newest` are padding. Slots that no query attends to may hold anything.
 
     Args:
         q: Queries [B, m, Hq, d], m <= b; query head h belongs to KV head h // (Hq // Hkv).

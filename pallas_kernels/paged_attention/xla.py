@@ -86,7 +86,7 @@ def _attend_pages(
         if cache.bias is not None:
             of_kept = cache.bias[row, head].at[token.reshape(-1)].get(mode="clip")
             scores += jnp.where(jnp.repeat(is_kept[:, 0], b), of_kept, 0)
-        v = jnp.where(seen.any(axis=0)[:, None], v, 0)  # what no token fills may be of one that was not finite
+        v = jnp.where(seen.any(axis=0)[:, None], v, 0)  # slots that no token fills may hold anything
         return state.attend(scores, seen, v)
 
     trips = divide_up(kept_pages + local_pages, at_once)

@@ -163,7 +163,7 @@ def mean_pages(policy: Any, tokens: int) -> int:
 
 
 def spare_pages(pages: int, longest: int, page_bytes: int) -> int:
-    """Pages that make a pool that of an octave, whose longest prompt needs `longest`; 0 where they are much memory."""
+    """Pages that make a pool that of prompts of which the longest needs `longest`; 0 where they are much memory."""
     limit = memory_bytes()
     for size in (shared_size(longest), longest):  # the first may serve other shares of the cache, too
         if limit is None or (size - longest // 2) * page_bytes * _SPARE <= limit:

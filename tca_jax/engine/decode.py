@@ -104,7 +104,8 @@ class Steps:
         positions, decoder, policy = state.lengths + state.step - 1, lm.decoder, lm.method.cache
         before = rows.start
         start = before if leaving is None else before + jnp.where(leaving, rows.page_size, 0)
-        new = None if fed.size == 1 else fed[:, None]  # a single row is written without looking
+        # A single row is written and read without looking; others that take no step read nothing.
+        new, newest = (None, positions) if fed.size == 1 else (fed[:, None], positions - ~fed)
         x = decoder.embed(single_twice(state.last[:, None]))
         cos, sin = decoder.angles(single_twice(positions[:, None]))
         inputs = list[Array]()
@@ -124,7 +125,7 @@ class Steps:
                 pages = rows.of_layer(layer, start, sliced=policy.chooses_pages)
                 summary = policy.summarize(layer, pages[0]) if summaries is None else known
                 pages = policy.attended(layer, q[:, 0], pages, (summary,))
-                out, _ = paged_attention(q, pages, positions, positions, window=policy.window, backend=self.backend)
+                out, _ = paged_attention(q, pages, positions, newest, window=policy.window, backend=self.backend)
                 return single_twice(out), rows
 
             return *module(x, cos, sin, attention, rows), normed

@@ -104,7 +104,7 @@ class Rows(PerDevice):
             jnp.zeros(shape[:2], jnp.int32),
         )
         return cls(
-            empty(pool, dtype),  # nothing reads what no token fills
+            empty(pool, dtype),  # no running row reads what no token fills
             empty(pool, dtype),
             FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(0)),
             jnp.full((*shape, widths.kept + widths.window), pages, jnp.int32),
@@ -180,14 +180,14 @@ class Rows(PerDevice):
         kept_pages = jnp.full((batch, heads, self.columns), none, jnp.int32)
         writes: list[tuple[Array, ...]] = []  # page numbers, and keys and values [n, b, d]
         if kept is not None and self.columns:
-            columns = min(self.columns, cdiv(k.shape[1], b))  # that a prompt can fill
-            numbers, free = free.take(-(-kept.lengths // b), columns, none)
+            fillable = min(self.columns, cdiv(k.shape[1], b))
+            numbers, free = free.take(-(-kept.lengths // b), fillable, none)
             room = (numbers < none).sum(axis=-1, dtype=jnp.int32) * b
             held = jnp.minimum(kept.lengths, room).astype(jnp.int32)
-            source = (kept.offsets // b)[..., None] + jnp.arange(columns)
+            source = (kept.offsets // b)[..., None] + jnp.arange(fillable)
             compact = [x.reshape(-1, b, x.shape[-1]).at[source].get(mode="clip") for x in (kept.k, kept.v)]
             writes.append((numbers, *compact))
-            kept_pages = kept_pages.at[..., :columns].set(numbers)
+            kept_pages = kept_pages.at[..., :fillable].set(numbers)
         window = min(self.window_pages, cdiv(k.shape[1], b))  # pages that a prompt can fill
         counts = jnp.minimum(self.window_pages, -(-(most - start) // b))
         of_window, free = self._window_of(free, jnp.arange(self.window_pages) < counts[:, None], heads)

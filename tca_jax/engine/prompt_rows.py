@@ -109,7 +109,8 @@ class Prompts:
     def longest(self) -> Prompts:
         """Prompts and answers whose tables and pool these share: the longest of a small pool, or those of an octave."""
         found = dataclasses.replace(self, columns=1 << (self.columns - 1).bit_length(), fed_tokens=self.room - 1)
-        small, most = small_pool(self.lm.page_bytes), 0 if self.context_columns else self.lm.config.max_context
+        shared = self.fed_tokens and not self.context_columns  # a context that is made or continued has its own size
+        small, most = small_pool(self.lm.page_bytes), self.lm.config.max_context if shared else 0
         while found.columns < most:
             longer = dataclasses.replace(found, columns=2 * found.columns)
             if longer.num_pages > small:

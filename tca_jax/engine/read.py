@@ -390,7 +390,7 @@ def attend_selected(
 def _attend_scored(
     lm: LM,  # without weights
     inputs: tuple[Array, Array, Array, Array],  # of `_project`, [B, C, heads, d] and [B, Hkv, C]
-    chosen: Any,  # of `_choose`; None where it is not known yet
+    chosen: Any,  # of `_choose`; None where that is still to be called, or there is nothing to choose
     shares: Float32[Array, " B"],
     lengths: Int[Array, " B"],
     number: Int[Array, ""],
@@ -412,11 +412,13 @@ def _choose(lm: LM, inputs: Any, lengths: Int[Array, " B"], number: Int[Array, "
     return typing.cast(Any, lm.method.prefill).choose(lm.scored_settings(number), *inputs, lengths, backend)
 
 
-def _fill_and_choose(lm: LM, inputs: Any, rows: Rows, lengths: Array, *sizes: Any, **static: Any) -> tuple[Rows, Any]:
+def _fill_and_choose(
+    lm: LM, inputs: Any, rows: Rows, lengths: Array, *sizes: Array, layout: CacheLayout, backend: Backend
+) -> tuple[Rows, Any]:
     """`_fill_scored`, and on one device `_choose`: with attention, its kernels would compile one after the other."""
-    filled = _fill_scored(lm, inputs, rows, lengths, *sizes, **static)
+    filled, number = _fill_scored(lm, inputs, rows, lengths, *sizes, layout=layout, backend=backend), sizes[-1]
     chosen = lm.mesh is None and typing.cast(Any, lm.method.prefill).by_scores
-    return filled, _choose(lm, inputs, lengths, sizes[-1], static["backend"]) if chosen else None
+    return filled, _choose(lm, inputs, lengths, number, backend) if chosen else None
 
 
 def _fill_scored(

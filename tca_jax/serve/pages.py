@@ -252,19 +252,9 @@ def _step(
     backend: Backend,
 ) -> tuple[DecodingState, Int32[Array, "4 R"]]:
     """A step of the rows that have not ended and have fewer than `limit` tokens."""
-    rows, steps, by_scores = state.cache, Steps(lm, limit, sampling, allowed, backend), lm.method.cache.by_scores
-    running = steps.running(state)
-    # Other rows have no tokens, so that nothing of theirs is read.
-    kept, start = jnp.where(running[:, None], rows.kept, 0), jnp.where(running, rows.start, 0)
-    cache = dataclasses.replace(rows, kept=kept, start=start)
-    lengths = jnp.where(running, state.lengths, 1 - state.step)
-    given = dataclasses.replace(state, cache=cache, lengths=lengths)
-    if evicts:
-        given = steps.leave(given)  # without scores it takes the step, too
+    steps, by_scores = Steps(lm, limit, sampling, allowed, backend), lm.method.cache.by_scores
+    given = steps.leave(state) if evicts else state  # without scores it takes the step, too
     after = given if evicts and not by_scores else steps.take(given, steps.summaries(given.cache))
-    kept, start = jnp.where(running[:, None], after.cache.kept, rows.kept), after.cache.start
-    cache = dataclasses.replace(after.cache, kept=kept, start=jnp.where(running, start, rows.start))
-    after = dataclasses.replace(after, cache=cache, lengths=state.lengths)
     return after, _packed(after)
 
 

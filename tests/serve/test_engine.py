@@ -141,7 +141,8 @@ def test_answers_by_scored_tokens_equal_generate(monkeypatch, is_slow):
 
 
 def over(lm, shape):
-    assert jax.device_count() >= shape[0] * shape[1] or pytest.skip("needs 2 devices")
+    if jax.device_count() < shape[0] * shape[1]:
+        pytest.skip("needs 2 devices")
     mesh = jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[: shape[0] * shape[1]])
     return tca_jax.LM.from_decoder(lm.decoder, name="tiny", mesh=mesh)
 
