@@ -113,7 +113,7 @@ class Prompts:
         small, most = small_pool(self.lm.page_bytes), self.lm.config.max_context if shared else 0
         while found.columns < most:
             longer = dataclasses.replace(found, columns=2 * found.columns)
-            if longer.num_pages > small:
+            if shared_size(longer.num_pages) > small:
                 break
             found = longer
         return found
