@@ -90,7 +90,7 @@ class Program:
         return self.start(*args, **static)(*args)
 
     def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> _Key:
-        model = getattr(args[0], "signature", None) if args else None  # kept by a model
+        model = getattr(args[0], "signature", None)  # kept by a model
         own = signature(args) if model is None else signature(args[1:])
         return _Key((self, model, own, tuple(sorted(static.items())), _OPTIONS.jax_default_matmul_precision))
 

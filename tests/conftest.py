@@ -42,17 +42,12 @@ _hook = jaxtyping.install_import_hook("tca_jax", "typecheck.check")
 _hook.__enter__()
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 
 from tca_jax.methods import worth  # noqa: E402
 from tca_jax.pallas_kernels import kv  # noqa: E402
 
-
-def _unwritten(x):
-    return jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).max)
-
-
-_empty, kv.empty = kv.empty, lambda *args: jax.tree.map(_unwritten, _empty(*args))  # memory as a GPU gives it
+_empty, _flip = kv.empty, lambda x: (~x.view(f"uint{8 * x.dtype.itemsize}")).view(x.dtype)
+kv.empty = lambda *args: jax.tree.map(_flip, _empty(*args))  # NaN for zeros: memory as a GPU may give it
 worth.IN_FULL = worth.WINDOW + worth.BLOCK - 1  # prompts of tests are short; these alone have no ranked block
 
 #: Files that take a minute or more. They start first: a long file that starts last leaves the other processes idle.

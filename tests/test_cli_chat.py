@@ -154,7 +154,10 @@ def test_a_stream_compiles_before_its_first_piece(lm, monkeypatch):
         (["--method=nosuch"], "--method nosuch: 'nosuch' is not registered: must be one of"),
         (["--method=tca"], "--method tca: tca needs --profile, from tca-jax calibrate --paper"),
         (["--method=duoattention"], "duoattention needs --profile, from tca-jax calibrate, or gates=FILE.tsv"),
-        (["--method=streaming", "--profile=profile"], "--method streaming takes nothing of a Profile: leave out"),
+        (
+            ["--method=streaming", "--profile=profile"],
+            "--method streaming takes nothing of a Profile: leave out --prof",
+        ),
         (["--method=tca", "--profile=worth"], "--method tca takes nothing of a WorthProfile: leave out --profile"),
         (["--method=streaming:window=100"], "--method streaming:window=100: window = 100: must be a positive multiple"),
         (["--system=x"], "has no chat template"),

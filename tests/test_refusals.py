@@ -179,7 +179,10 @@ WRONG_VALUES = [
         lambda: methods.get("tca", candidates=[[1, 2]], config=CONFIG).validate_for(1, 3),
         "has 1 layers of 2 KV heads: must be 1 of 3",
     ),
-    (lambda: methods.get("tca", candidates=[[1, 2], [3]], config=CONFIG).validate_for(2, 2), "candidates: .*inhomog"),
+    (
+        lambda: methods.get("tca", candidates=[[1, 2], [3]], config=CONFIG).validate_for(2, 2),
+        "candidates: .*inhomogeneous",
+    ),
     (lambda: methods.get("fulll"), r"method 'fulll' is not registered: must be one of \[.*\(nearest: full"),
     (lambda: methods.get("full", sinks=3), r"options of method 'full': .* 'sinks'; it takes \(\)"),
     (lambda: methods.get("full+full+full"), "at most two methods can be joined"),
@@ -187,7 +190,10 @@ WRONG_VALUES = [
     (lambda: with_known("full+random", {}, {"window": 8}), r"has no part \['window'\]"),
     (lambda: methods.register("full", methods.get), "name = 'full' is registered already; pass replace=True"),
     (lambda: methods.register("a+b", methods.get), r"name = 'a\+b': must be a non-empty string without '\+'"),
-    (lambda: parse_parts("nosuch", "--method", {"mine": ()}), r"^--method nosuch: 'nosuch' is not registered: .*mine"),
+    (
+        lambda: parse_parts("nosuch", "--method", {"mine": ()}),
+        r"^--method nosuch: 'nosuch' is not registered: .*'mine'",
+    ),
     (lambda: parse_parts("random:share", "--method"), r"^--method random:share: 'share' must be written as option=va"),
     (lambda: parse_parts("random:bytes=1", "--method"), r"random has no option 'bytes': must be one of \[.*'share'"),
     (lambda: parse_parts("mine:a=1", "--method", {"mine": ()}), r"mine has no option 'a': must be one of \[\]$"),
@@ -250,7 +256,10 @@ WRONG_VALUES = [
     (lambda: score_answers(lm(), [[1], [2]], [[[1]], [[1], [2]]]), r"answers has \[1, 2\] entries: must have as many"),
     (lambda: score_answers(lm(), [[1] * 61], [[[1] * 4090]]), r"prompts\[0\] has 61 tokens; .* 4096 positions"),
     # contexts
-    (lambda: score_answers(sparse(), [[1], [2]], [[[1]]] * 2, context=context(rows=2)), "context has 2 rows: must"),
+    (
+        lambda: score_answers(sparse(), [[1], [2]], [[[1]]] * 2, context=context(rows=2)),
+        "context has 2 rows: must have one",
+    ),
     (lambda: generate([[1]] * 3, sparse(), context=context(rows=2)), "prompts has 3 entries: must have 2, one for"),
     (
         lambda: generate([1] * 50, lm(), context=context(4000, eos_token_ids=()), max_new_tokens=47),

@@ -105,7 +105,7 @@ class Steps:
         before = rows.start
         start = before if leaving is None else before + jnp.where(leaving, rows.page_size, 0)
         # A single row is written and read without looking; others that take no step read nothing.
-        new, newest = (None, positions) if fed.size == 1 else (fed[:, None], positions - ~fed)
+        new, newest = (None, positions) if fed.size == 1 else (fed[:, None], jnp.where(fed, positions, positions - 1))
         x = decoder.embed(single_twice(state.last[:, None]))
         cos, sin = decoder.angles(single_twice(positions[:, None]))
         inputs = list[Array]()

@@ -19,8 +19,7 @@ def drawn():
 
 
 def attend(operands, theta, mass, means=True, stride=16):
-    settings = jnp.float32(theta), jnp.float32(mass), jnp.asarray(means)
-    chosen = choose_by_worth(*operands, ReadSettings(*settings), stride=stride)
+    chosen = choose_by_worth(*operands, ReadSettings(*map(jnp.asarray, (theta, mass, means))), stride=stride)
     return WorthPrefill().attend_chosen(*operands[:3], chosen, operands[-1], "auto")
 
 

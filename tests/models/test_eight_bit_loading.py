@@ -2,10 +2,10 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 from random_decoders import assert_equal_weights, random_decoder
 from safetensors.numpy import load_file, save_file
 
@@ -120,11 +120,10 @@ def test_published_codes_are_dequantized(kind, config, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_shards_are_parts_of_the_whole(kind, config, tmp_path):
     publish(tmp_path, config, kind)
-    mesh = jax.make_mesh((1, 4), ("data", "model"), devices=jax.devices()[:4])
+    mesh = mesh_of((1, 4))
     orders = ((0, 1, 2, 3), (2, 0, 3, 1))
     alone = load_checkpoint(tmp_path, config, jnp.float32, weights="fp8", head_orders=orders)
     shared = load_checkpoint(tmp_path, config, jnp.float32, weights="fp8", head_orders=orders, mesh=mesh)

@@ -44,6 +44,7 @@ def test_only_gpus_compute_a_single_token_twice(shape, tokens, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     got = single_twice(x)
     np.testing.assert_array_equal(got, jnp.concatenate([x, x], axis=1) if tokens > shape[1] else x)
+    assert got.shape == (shape[0], tokens, *shape[2:])
 
 
 def test_codes_are_within_half_a_step():

@@ -7,10 +7,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 from serving import Watched
 from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
@@ -86,15 +86,14 @@ def test_impossible_requests_are_refused(lm):
             ("unknown document 'doc-0'", lambda: engine.ask("doc-0", [1, 2])),
             (str(CONFIG.max_positions), lambda: engine.ask(None, [1, 2], max_new_tokens=CONFIG.max_positions)),
             ("sample = -1", lambda: engine.ask(None, [1, 2], sample=-1)),
+            ("max_rows = 0", lambda: Engine(lm, max_rows=0)),
         ):
             with pytest.raises(UserError, match=message):
                 call()
     with pytest.raises(UserError, match="the engine is closed"):
         engine.read([1, 2])
-    with pytest.raises(UserError, match="max_rows = 0"):
-        Engine(lm, max_rows=0)
     with pytest.raises(UserError, match="2 devices along 'data'"):
-        Engine(over(tiny_lm(), (2, 1)), pages=8)
+        Engine(tca_jax.LM.from_decoder(tiny_lm().decoder, mesh=mesh_of((2, 1))), pages=8)
 
 
 def test_documents_of_a_method_that_repeats_them():
@@ -140,19 +139,13 @@ def test_answers_by_scored_tokens_equal_generate(monkeypatch, is_slow):
 # Meshes
 
 
-def over(lm, shape):
-    if jax.device_count() < shape[0] * shape[1]:
-        pytest.skip("needs 2 devices")
-    mesh = jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[: shape[0] * shape[1]])
-    return tca_jax.LM.from_decoder(lm.decoder, name="tiny", mesh=mesh)
-
-
 @pytest.mark.parametrize("part_seconds", [pytest.param(60, marks=pytest.mark.slow), 0])
 def test_mesh_answers_equal_one_device(tmp_path, monkeypatch, part_seconds):
     monkeypatch.setattr("tca_jax.serve.scheduler._PART_SECONDS", part_seconds)
     candidates, options = [[0, 5], [9, 13], [14, 2]], {"max_new_tokens": 20, **NEVER}
     lm = tiny_lm(config=dataclasses.replace(CONFIG, num_layers=len(candidates)))
-    one, two = (with_candidates(each, candidates) for each in (lm, over(lm, (1, 2))))
+    on_two = tca_jax.LM.from_decoder(lm.decoder, name="tiny", mesh=mesh_of((1, 2)))
+    one, two = (with_candidates(each, candidates) for each in (lm, on_two))
     sizes = {"max_rows": 2, "pages": 2 * two.cache_layout(1, 112).num_pages - 1, "answer_tokens": 64}
     with Engine(two, disk=tmp_path, **sizes) as engine:
         ids = [engine.read(document) for document in DOCUMENTS[:2]]
