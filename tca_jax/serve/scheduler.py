@@ -118,11 +118,12 @@ class Scheduler:
         return True if worked or requests else None if under_way or not self.is_idle else False
 
     def end(self, failure: Exception | None) -> None:
-        """Ends all answers, and stores documents that are not stored yet."""
+        """Ends all answers, stores documents that are not stored yet, and gives the pool's memory back."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
         for request in self._requests:
             request.stream.end(failure or "cancelled")
         self._documents.close()
+        self._pool.arrays = None  # answers that a caller keeps name the engine
 
     # Errors
 

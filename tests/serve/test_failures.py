@@ -321,6 +321,7 @@ def test_a_failed_engine_says_so(speaking, monkeypatch):
     server.close()
     engine.close()
     engine.close()
+    assert engine._pool.arrays is None  # their memory is free, though answers name the engine
     assert (before.status_code, health.status_code, answer.status_code) == (200, 503, 503)
     assert health.json()["error"] == answer.json()["error"]["message"]
     assert "tca_jax_engine_failed 1.0" in metrics.text
