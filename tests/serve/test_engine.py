@@ -190,11 +190,8 @@ class Parts:
         self.compiling = self.running = lambda name: None
         self.begun = []
         for name in PARTS:
-            compiling, running = (functools.partial(hook, name) for hook in (self._compile, self._run))
-            monkeypatch.setattr(read, name, Watched(getattr(read, name), compiling, running))
-
-    def _compile(self, name):
-        self.compiling(name)
+            hooks = lambda name=name: self.compiling(name), functools.partial(self._run, name)
+            monkeypatch.setattr(read, name, Watched(getattr(read, name), *hooks))
 
     def _run(self, name, *args):
         self.begun.append(name)

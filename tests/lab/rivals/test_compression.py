@@ -71,23 +71,19 @@ def _select(policy, *operands):
     return selection.scores, selection_mask(selection.scores, selection.budgets, block_size=policy.block_size)
 
 
-def scores_of(oracle, options, q, k, v):
-    used = {name: value for name, value in options.items() if name not in ("safeguard", "preferences")}
-    return oracle(*(x.astype(np.float64) for x in (q, k, v)), **used)
-
-
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (7, 1)])
 @pytest.mark.parametrize(("name", "options", "oracle"), MEMBERS)
 def test_selections_equal_the_oracle(name, options, oracle, heads, kv_heads):
     q, k, v = qkv(heads, len(LENGTHS), max(LENGTHS), heads, kv_heads, CONFIG.head_dim, scale=0.8)
     policy = cache_of(name, {**options, "share": 0.37})
+    used = {name: value for name, value in options.items() if name not in ("safeguard", "preferences")}
     scores, marks = kept_by(policy, *(poison(x, LENGTHS) for x in (q, k, v)), LENGTHS)
     for row, length in enumerate(LENGTHS):
         ranked = max(0, length // B - W // B) * B
         assert not marks[row, :, ranked:].any()
         if not ranked:
             continue
-        wanted = scores_of(oracle, options, *(x[row, :length] for x in (q, k, v)))[:, :ranked]
+        wanted = oracle(*(x[row, :length].astype(np.float64) for x in (q, k, v)), **used)[:, :ranked]
         finite = np.isfinite(wanted)
         np.testing.assert_allclose(scores[row][:, :ranked][finite], wanted[finite], rtol=2e-4, atol=1e-9)
         for head, count in enumerate(num_kept(policy, wanted, layer=1)):
