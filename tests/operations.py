@@ -7,7 +7,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tca_jax.pallas_kernels.block_mass import Representatives
 from tca_jax.pallas_kernels.kv import CODES, Pages, Pool, empty
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 
@@ -17,12 +16,10 @@ PAGES = {"caches.k": "P b d", "caches.v": "P b d", "caches.table": "R Hkv T", "c
 PAGES |= {"caches.start": "R", "caches.end": "R"}
 FAR = {"far.blocks": "B Hkv N C", "far.counts": "B Hkv N", "far.selected": "B Hkv L", "far.mean_k": "B N Hkv d"}
 FAR |= {"far.mean_v": "B N Hkv d", "far.mean_bias": "B Hkv N N", "far.mean_counts": "B Hkv N"}
-REPRESENTATIVES = {"representatives.k": "B Hkv N r d", "representatives.bias": "B Hkv N r"}
 INTEGERS = {"lengths", "budgets", "offsets", "first", "newest"}
 INTEGERS |= {"far.blocks", "far.counts", "far.mean_counts"}
 INTEGERS |= {name for name in (*POOL, *PAGES) if not name.endswith((".k", ".v"))}
-#: Types that no call changes.
-FIXED = {"far.selected": jnp.bool_, **dict.fromkeys(("scores", "far.mean_bias", "representatives.bias"), jnp.float32)}
+FIXED = {"scores": jnp.float32, "far.selected": jnp.bool_, "far.mean_bias": jnp.float32}  # types that no call changes
 #: Dimensions of the operands and of the results, then the static options. P is a pool, of tokens or of pages of b.
 OPERATIONS = {
     "select_tokens": (
@@ -36,11 +33,7 @@ OPERATIONS = {
         ("block_size", "window"),
     ),
     "paged_attention": ({"q": "B m Hq d", **PAGES, "first": "B", "newest": "B"}, ("B m Hq d", "B m Hq"), ("window",)),
-    "block_mass": (
-        {"q": "B L Hq d", "k": "B L Hkv d", **REPRESENTATIVES, "lengths": "B"},
-        ("B Hkv N N",),
-        ("block_size", "window", "stride"),
-    ),
+    "block_mass": ({"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv N N",), ("block_size", "stride")),
     "causal_attention": ({**TOKENS, "lengths": "B"}, ("B L Hq d",), ()),
 }
 
@@ -51,7 +44,7 @@ def packed(operands, kept_columns):
     for name, operand in operands.items():
         groups.setdefault(name.split(".")[0], []).append(operand)
     pages = functools.partial(Pages, kept_columns=kept_columns)
-    whole = {"pool": Pool, "caches": lambda *x: (pages(*x),), "far": FarBlocks, "representatives": Representatives}
+    whole = {"pool": Pool, "caches": lambda *x: (pages(*x),), "far": FarBlocks}
     return {name: whole.get(name, lambda x: x)(*group) for name, group in groups.items()}
 
 
@@ -65,7 +58,7 @@ def call(operation, dtype=jnp.bfloat16, shapes=(), far=False, *, function, **siz
     b = sizes.get("block_size", 128)
     usual = {"B": 1, "L": 1024, "Hq": 8, "Hkv": 2, "d": 128, "block_size": 128, "window": 4096}
     usual |= {"stride": 16, "pool_tokens": 2**19, "b": 128, "m": 1, "T": 193}
-    usual |= {"P": 4096, "kept_columns": 160, "r": 32}
+    usual |= {"P": 4096, "kept_columns": 160}
     sizes = usual | sizes
     length, blocks = sizes["L"], -(-sizes["L"] // max(1, b))
     sizes = {"nb": length // max(1, b), "N": blocks, "C": blocks} | sizes

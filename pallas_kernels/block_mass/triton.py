@@ -1,9 +1,8 @@
-"""Block mass through Pallas-Triton: one pass over representatives keeps the log-sum-exp of every query and block.
+"""Block mass through Pallas-Triton: one pass over the keys keeps the log-sum-exp of every sampled query and block.
 
-A program has the sampled queries of some neighbouring tiles of a KV head, all heads of the group. It goes over the
-representatives of the blocks left of their windows, then over the tokens of the windows. It writes one number for each
-query and block, and each query's log-sum-exp over all; XLA takes the powers. Tiles are taken in parts, which bounds
-memory.
+A program has the sampled queries of some neighbouring tiles of a KV head, all heads of the group, and goes over the
+blocks up to its last tile. It writes one number for each query and block, a `block_size`-th of the scores, and each
+query's log-sum-exp over its blocks; XLA takes the powers. Tiles are taken in parts, which bounds memory.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float32, Int
 
 from tca_jax.errors import Unsupported, require
-from tca_jax.pallas_kernels.block_mass import Representatives, sampled_positions
+from tca_jax.pallas_kernels.block_mass import sampled_positions
 from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, shared_memory
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
 _MOST_ROWS = 256  # of a program
 _MOST_BYTES = 2**29  # of what a part of the tiles writes
-_UNSEEN = -(2.0**99)  # score of a key that is not seen: a power of two, whose product with any scale is exact
+_UNSEEN = -(2.0**99)  # score of a masked token: a power of two, whose product with any scale is exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,51 +35,48 @@ class BlockMassConfig:
     """Tiling of block mass."""
 
     tiles: int  # query tiles of a program
-    keys: int  # representatives, at least a block's, or tokens of the window in a tile; a power of two from 16
+    keys: int  # tokens of a tile of K, a power of two from 16 that divides the block size
     warps: int  # warps of a program
     stages: int  # tiles of K in flight in a program
 
 
-def default_config(rows: int, representatives: int, head_dim: int, dtype: Any) -> BlockMassConfig:
-    """About 64 query rows and keys, so that two programs share a multiprocessor, and a block's representatives."""
-    itemsize, tiles = jnp.dtype(dtype).itemsize, max(1, 64 // rows)
-    held = max(16, pl.next_power_of_2(tiles * rows))
+def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> BlockMassConfig:
+    """About 64 query rows and up to a block of keys, so that two programs share a multiprocessor."""
+    most, itemsize = math.gcd(block_size, 128), jnp.dtype(dtype).itemsize
     if itemsize == 4:
         side, warps = full_precision_tile(head_dim)
-        return BlockMassConfig(1, max(representatives, side), warps, stages=1)
-    for keys, stages in ((64, 3), (64, 2), (64, 1), (32, 1), (16, 1)):
-        if 2 * (held + stages * keys) * head_dim * itemsize <= shared_memory():
+        return BlockMassConfig(1, min(most, side), warps, stages=1)
+    tiles = max(1, 64 // rows)
+    held = max(16, pl.next_power_of_2(tiles * rows))
+    for keys, stages in ((128, 3), (128, 2), (128, 1), (64, 1), (32, 1), (16, 1)):
+        in_flight = stages * block_size if stages > 1 else keys  # Triton's pipeline holds all tiles of a block at once
+        if 2 * (held + in_flight) * head_dim * itemsize <= shared_memory():
             break
-    return BlockMassConfig(tiles, max(representatives, keys), 8 if held > 64 else 4, stages)
+    return BlockMassConfig(tiles, min(most, keys), 8 if held > 64 else 4, stages)
 
 
-@partial(jax.jit, static_argnames=("block_size", "window", "stride", "config", "interpret"))
+@partial(jax.jit, static_argnames=("block_size", "stride", "config", "interpret"))
 @jax.named_scope("block_mass")
 def block_mass(
     q: Array,
     k: Array,
-    representatives: Representatives,
     lengths: Array,
     *,
     block_size: int,
-    window: int,
     stride: int,
     config: BlockMassConfig | None = None,
     interpret: bool = False,
 ) -> Array:
     """See `block_mass.block_mass`. Keys past a row's length are never read."""
     batch, length, kv_heads, head_dim = k.shape
-    each = representatives.k.shape[3]
-    check_supported("block_mass", head_dim, q, k, representatives.k, block_size=block_size)
-    fits = each in (1, 2, 4, 8, 16, 32, 64, 128)
-    require(fits, f"block_mass on Triton: {each} keys of a block: must be a power of two up to 128", Unsupported)
+    check_supported("block_mass", head_dim, q, k, block_size=block_size)
     if length == 0:
         return jnp.zeros((batch, kv_heads, 0, 0), jnp.float32)
     group, blocks = q.shape[2] // kv_heads, cdiv(length, block_size)
     rows = block_size // stride * group
     given = f"{block_size // stride} queries of a tile times {group} heads"
     require(rows <= _MOST_ROWS, f"block_mass on Triton: {given}: at most {_MOST_ROWS}", Unsupported)
-    config = config or default_config(rows, each, head_dim, k.dtype)
+    config = config or default_config(rows, block_size, head_dim, k.dtype)
     held = max(16, pl.next_power_of_2(config.tiles * rows))
     # Parts of as many programs as may write at once.
     programs = cdiv(blocks, config.tiles)
@@ -94,10 +90,7 @@ def block_mass(
     queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)
     before = jnp.arange(tiles)[:, None] * block_size < lengths[:, None, None]  # tiles that begin before the length
     places = jnp.where(before, positions, -1).reshape(batch, parts * part, -1).repeat(group, axis=-1)
-    sizes = {"block_size": block_size, "window_blocks": window // block_size, "each": each, "held": held}
-    kernel = partial(_totals, **sizes, config=config, interpret=interpret)
-    keys, bias = representatives.k.reshape(batch, kv_heads, -1, head_dim), representatives.bias * math.sqrt(head_dim)
-    bias = jnp.where(bias > -jnp.inf, bias, _UNSEEN).reshape(batch, kv_heads, -1)
+    kernel = partial(_totals, block_size=block_size, held=held, config=config, interpret=interpret)
 
     def of_part(number: Array) -> Float32[Array, "B Hkv t N"]:
         first = number * part
@@ -105,7 +98,7 @@ def block_mass(
         where = lax.dynamic_slice_in_dim(places, first, part, axis=1)
         totals, sums = triton_call(
             kernel,
-            (own, where, k, keys, bias, lengths, first[None].astype(jnp.int32)),
+            (own, where, k, lengths, first[None].astype(jnp.int32)),
             [((batch, kv_heads, part, blocks, held), jnp.float32), ((batch, kv_heads, part, held), jnp.float32)],
             grid=(part, kv_heads, batch),
             name="block_mass",
@@ -113,7 +106,7 @@ def block_mass(
             stages=config.stages,
             interpret=interpret,
         )
-        return _mass(totals, sums, where, config.tiles, block_size, window)
+        return _mass(totals, sums, where, config.tiles, block_size)
 
     masses = lax.map(of_part, jnp.arange(parts, dtype=jnp.int32))  # [parts, B, Hkv, t, N]
     return jnp.moveaxis(masses, 0, 2).reshape(batch, kv_heads, tiles, blocks)[:, :, :blocks]
@@ -125,12 +118,10 @@ def _mass(
     places: Int[Array, "B p rows"],  # -1: sees nothing
     tiles: int,
     block_size: int,
-    window: int,
 ) -> Float32[Array, "B Hkv t N"]:
-    """The share of each block in a row's softmax, the largest of the rows of a tile."""
+    """The softmax of each row over its blocks, the largest of the rows of a tile."""
     batch, kv_heads, part, blocks, _ = totals.shape
-    begin = places // block_size * block_size - window  # of the window
-    seen = (jnp.arange(blocks)[:, None] * block_size < begin[:, :, None])[:, None]  # [B, 1, p, N, rows]
+    seen = (jnp.arange(blocks)[:, None] <= places[:, :, None] // block_size)[:, None]  # [B, 1, p, N, rows]
     shares = jnp.where(seen, jnp.exp2(totals - sums[..., None, :])[..., : seen.shape[-1]], 0)
     mass = shares.reshape(batch, kv_heads, part, blocks, tiles, -1).max(axis=-1)
     return jnp.moveaxis(mass, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
@@ -140,69 +131,55 @@ def _totals(
     q_ref: Any,
     places_ref: Any,
     k_ref: Any,
-    keys_ref: Any,
-    bias_ref: Any,
     lengths_ref: Any,
     first_ref: Any,
     out_ref: Any,
     sums_ref: Any,
     *,
     block_size: int,
-    window_blocks: int,
-    each: int,
     held: int,
     config: BlockMassConfig,
     interpret: bool,
 ) -> None:
-    """The log-sum-exp of each row in each block, and that of all blocks and of its window, to base 2."""
+    """The log-sum-exp of each row in each block, and that of all blocks, to base 2."""
     _, _, part, count, head_dim = q_ref.shape
     turn, head, row = (pl.program_id(axis) for axis in range(3))
     program = part - 1 - turn  # the last tiles, which see most, come first
-    length, blocks = lengths_ref[row], out_ref.shape[3]
+    length = lengths_ref[row]
     first_tile = (first_ref[0] + program) * config.tiles
-    end = jnp.minimum(first_tile + config.tiles, (length + block_size - 1) // block_size)
-    alive = first_tile < end
-    lanes = jnp.arange(held)
+    lanes, columns = jnp.arange(held), jnp.arange(config.keys)
     own = lanes < count
     at, dims = jnp.where(own, lanes, 0), jnp.arange(head_dim)
     q = pltriton.load(q_ref.at[row, head, program, at[:, None], dims[None, :]], mask=own[:, None], other=0.0)
     place = pltriton.load(places_ref.at[row, program, at], mask=own, other=0)
-    window = (jnp.maximum(place, 0) // block_size - window_blocks)[:, None]  # each row's first block of it
-    scale, at_once = LOG2E / math.sqrt(head_dim), config.keys // each
-    power = partial(scaled_exp2, interpret=interpret)
+    scale, steps = LOG2E / math.sqrt(head_dim), block_size // config.keys
+    power, alive = partial(scaled_exp2, interpret=interpret), first_tile * block_size < length
+    end = jnp.minimum(first_tile + config.tiles, (length + block_size - 1) // block_size)
 
-    def summed(scores: Float32[Array, "*s n"]) -> Float32[Array, "*s"]:
-        peak = jnp.max(scores, axis=-1)
-        powers = power(scores, scale, jnp.broadcast_to((-scale * peak)[..., None], scores.shape))
-        return scale * peak + jnp.log2(jnp.sum(powers, axis=-1))
+    def one_block(block: Array, state: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
+        highest, summed = state
+        peak, total = jnp.full((held,), _UNSEEN, jnp.float32), jnp.zeros((held,), jnp.float32)
+        for step in range(steps):
+            start = block * block_size + step * config.keys
+            where = k_ref.at[row, pl.ds(start, config.keys), head, :]
+            token = start + columns
+            inside = (token < length)[:, None]
+            k = pltriton.load(where, mask=inside, other=0.0) if masked else where[...]
+            scores = dot(q, k, transposed=True)
+            if masked:
+                scores = jnp.where(token[None, :] <= place[:, None], scores, _UNSEEN)
+            higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+            shift = -scale * higher
+            powers = power(scores, scale, jnp.broadcast_to(shift[:, None], scores.shape))
+            total = total * power(peak, scale, shift) + jnp.sum(powers, axis=1)
+            peak = higher
+        found = scale * peak + jnp.log2(total)
+        pltriton.store(out_ref.at[row, head, program, block, :], found)
+        higher = jnp.maximum(highest, found)
+        return higher, summed * power(highest, 1.0, -higher) + power(found, 1.0, -higher)
 
-    def with_more(state: tuple[Array, Array], found: Float32[Array, "held n"]) -> tuple[Array, Array]:
-        highest, total = state
-        higher = jnp.maximum(highest, jnp.max(found, axis=1))
-        powers = power(found, 1.0, jnp.broadcast_to(-higher[:, None], found.shape))
-        return higher, total * power(highest, 1.0, -higher) + jnp.sum(powers, axis=1)
-
-    def some_blocks(step: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        slots = jnp.minimum(step * config.keys + jnp.arange(config.keys), blocks * each - 1)
-        k = keys_ref.at[row, head, slots[:, None], dims[None, :]][...]
-        scores = dot(q, k, transposed=True) + bias_ref.at[row, head, slots][...][None, :]
-        block = step * at_once + jnp.arange(at_once)[None, :]
-        found = jnp.where(block < window, summed(scores.reshape(held, at_once, each)), _UNSEEN)
-        out = out_ref.at[row, head, program, block, lanes[:, None]]
-        pltriton.store(out, found, mask=jnp.broadcast_to(block < blocks, found.shape))
-        return with_more(state, found)
-
-    def some_tokens(step: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        token = step * near + jnp.arange(near)
-        k = k_ref.at[row, jnp.minimum(token, length - 1)[:, None], head, dims[None, :]][...]
-        seen = (token[None, :] <= place[:, None]) & (token[None, :] // block_size >= window)
-        found = summed(jnp.where(seen, dot(q, k, transposed=True), _UNSEEN))
-        return with_more(state, found[:, None])
-
-    near = math.gcd(block_size, config.keys)  # tokens of a step
-    first, last = (jnp.maximum(tile - window_blocks, 0) for tile in (first_tile, end - 1))  # blocks of windows
+    whole = jnp.where(alive, first_tile, 0)
     state = jnp.full((held,), MASKED, jnp.float32), jnp.zeros((held,), jnp.float32)
-    state = lax.fori_loop(0, jnp.where(alive, (last + at_once - 1) // at_once, 0), some_blocks, state)
-    begin, stop = (jnp.where(alive, block, 0) * (block_size // near) for block in (first, end))
-    highest, total = lax.fori_loop(begin, stop, some_tokens, state)
-    pltriton.store(sums_ref.at[row, head, program, :], highest + jnp.log2(total))
+    state = lax.fori_loop(0, whole, partial(one_block, masked=False), state)
+    highest, summed = lax.fori_loop(whole, jnp.where(alive, end, whole), partial(one_block, masked=True), state)
+    pltriton.store(sums_ref.at[row, head, program, :], highest + jnp.log2(summed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
@@ -58,16 +58,10 @@ def selection_mask(
     """Marks the `budgets[j]` highest scores of every full block j, ties to the lower position."""
     *lead, length = scores.shape
     complete = length // block_size * block_size
-    blocks = scores[..., :complete].reshape(*lead, -1, block_size)
-    mask = ranks(blocks) < budgets[..., None]
-    return jnp.pad(mask.reshape(*lead, complete), [(0, 0)] * len(lead) + [(0, length - complete)])
-
-
-def ranks(scores: Float32[Array, "*s n"]) -> Int32[Array, "*s n"]:
-    """Each score's place on its axis, from 0 for the highest, ties to the lower position."""
     # Computed once: of scores that XLA computes twice, and rounds otherwise, a token may be ahead of itself.
-    own = jax.lax.optimization_barrier(scores)
-    ahead = own[..., None, :] > own[..., None]  # counted, not sorted: vmap over budgets shares it
-    tied = (own[..., None, :] == own[..., None]) & jnp.tri(own.shape[-1], k=-1, dtype=bool)
-    # In float32: for a sum of integers XLA looks for a tiling for up to minutes at 131,072 tokens.
-    return (ahead | tied).sum(axis=-1, dtype=jnp.float32).astype(jnp.int32)
+    blocks = jax.lax.optimization_barrier(scores[..., :complete]).reshape(*lead, -1, block_size)
+    ahead = blocks[..., None, :] > blocks[..., :, None]  # counted, not sorted: vmap over budgets shares it
+    tied = (blocks[..., None, :] == blocks[..., :, None]) & jnp.tri(block_size, k=-1, dtype=bool)
+    # In float32: for a sum of integers XLA looks for a tiling for 12 seconds and more at 131,072 tokens.
+    mask = (ahead | tied).sum(axis=-1, dtype=jnp.float32) < budgets[..., None]
+    return jnp.pad(mask.reshape(*lead, complete), [(0, 0)] * len(lead) + [(0, length - complete)])

@@ -12,13 +12,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from tca_jax.methods.base import Attended, BlockMeans, CachePolicy, Heads, Method, PrefillPolicy
 from tca_jax.methods.regions import Regions, Selected, Selection, causal_pairs, selected_pairs, sum_of_counts
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.block_mass import Representatives, block_mass
+from tca_jax.pallas_kernels.block_mass import block_mass
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks, prefill_attention
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
-from tca_jax.pallas_kernels.select_tokens import ranks
 
 FIRST = 4  # first tokens, which every query sees
 BLOCK = 128
@@ -28,7 +27,6 @@ OBSERVED, SPREAD = 64, 16  # last queries that choose them, and tokens that a ch
 IN_FULL = 4096  # tokens up to which prompts are read in full: sparse reading would launch more than it saves
 _SIZES: Any = {"block_size": BLOCK, "window": WINDOW}
 _STRIDE = 16  # every which query of a tile estimates the mass of blocks
-_REPRESENTATIVES = 32  # keys that stand for a block's tokens there
 
 
 class ReadSettings(NamedTuple):
@@ -170,8 +168,7 @@ def choose_by_worth(
     kept = regions.fill(Selection.of_tokens(selected, BLOCK), k, v, block_size=BLOCK, backend=backend)
 
     before = block < jnp.maximum(block[:, None] - WINDOW // BLOCK, 0)  # [tile, block]
-    each = block_representatives(k, v, worth, _REPRESENTATIVES)
-    mass = block_mass(q, k, each, lengths, stride=stride, **_SIZES, backend=backend)
+    mass = block_mass(q, k, lengths, block_size=BLOCK, stride=stride, backend=backend)
     read = before & ((mass >= settings.mass) | (lengths <= IN_FULL)[:, None, None, None])
     ends = jnp.cumsum(read, axis=-1, dtype=jnp.int32)
     first, slots = jnp.broadcast_to(block * BLOCK, read.shape), jnp.where(read, ends - 1, blocks)
@@ -194,22 +191,6 @@ def choose_by_worth(
     keys = jnp.where(read, BLOCK - rest[:, :, None], settings.means & (bias > -jnp.inf)).sum(axis=-1)
     pairs = selected_pairs(kept.budgets, lengths, **_SIZES) + sum_of_counts(queries * keys)
     return Chosen(kept, far, pairs.mean(axis=-1))
-
-
-def block_representatives(
-    k: Float[Array, "B L Hkv d"], v: Float[Array, "B L Hkv d"], worth: Float32[Array, "B Hkv L"], count: int
-) -> Representatives:
-    """The `count - 1` keys of each block with the highest predicted worth, and the mean key of its others."""
-    (batch, length, kv_heads, _), blocks = k.shape, cdiv(k.shape[1], BLOCK)
-    rank = ranks(jnp.pad(worth, ((0, 0), (0, 0), (0, -length % BLOCK))).reshape(batch, kv_heads, blocks, BLOCK))
-    best = jnp.where(rank[..., None, :] == jnp.arange(count - 1)[:, None], jnp.arange(BLOCK), 0).sum(axis=-1)
-    tokens = best + BLOCK * jnp.arange(blocks)[:, None]
-    rows, heads = jnp.arange(batch)[:, None, None, None], jnp.arange(kv_heads)[:, None, None]
-    keys = k[rows, jnp.minimum(tokens, length - 1), heads]
-    others = (rank >= count - 1).reshape(batch, kv_heads, -1)[..., :length]
-    mean, _, entropy = block_means(k, v, worth, others, BLOCK)
-    keys = jnp.concatenate([keys, mean.swapaxes(1, 2)[:, :, :, None].astype(k.dtype)], axis=3)
-    return Representatives(keys, jnp.pad(entropy[..., None], ((0, 0), (0, 0), (0, 0), (count - 1, 0))))
 
 
 def block_means(

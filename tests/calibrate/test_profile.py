@@ -23,6 +23,9 @@ def model_config(num_layers=3, num_kv_heads=2):
     return dataclasses.replace(TINY, num_layers=num_layers, num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads)
 
 
+# --- values ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

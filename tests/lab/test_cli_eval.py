@@ -107,6 +107,9 @@ def test_groups_skip_tasks_that_do_not_fit():
     assert len(jobs) == len(set(jobs)) == 2 * len(plan.drawn)
 
 
+# --- tuning ---
+
+
 def test_points_begin_with_the_defaults():
     spec, tova, fixed, pair = parse_methods("snapkv,tova,snapkv:kernel=7,pooling=max,xattention+tova")
     points = tuning.points(spec, 8, 0)

@@ -33,6 +33,9 @@ def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
+# --- budgets, selected ------------------------------------------------------------------------------
+
+
 def test_budgets_have_a_number_in_each_cell(figures):
     share = np.array([[0.0, 0.5], [1.0, 0.25]])
     plots.plot_kept_share(share, 4096, "tiny", "unused.png")
@@ -86,6 +89,9 @@ def test_a_page_is_cut_at_ends_of_lines():
     assert ["".join(char for char, _ in line) for line in lines[:2]] == ["a↵", "    b□□" + "x" * 103]
     assert [len(line) for line in lines[1:]] == [110] * 23
     assert lines[1][4:9] == [("b", 0), ("□", 1), ("□", 2), ("x", 3), ("x", 3)]
+
+
+# --- curves and bars --------------------------------------------------------------------------------
 
 
 METHODS = {
@@ -145,6 +151,9 @@ def test_files_without_results_are_named(text, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=str(path)):
         results.accuracy_panels(path)
+
+
+# --- commands ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

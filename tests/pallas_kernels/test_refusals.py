@@ -23,9 +23,6 @@ REFUSED = {
         ({"Hq": 3, "Hkv": 2}, "3 query heads and 2 KV heads: the former must be a positive multiple"),
         ({"block_size": 0}, "block_size = 0: must be an integer of at least 1"),
         *(({"stride": n}, f"stride = {n}: must divide block_size = 16") for n in (0, 3, 32)),
-        ({"N": 1}, r"representatives are of 1 blocks: must be ceil\(L / b\) = 2"),
-        ({"window": 24}, "window = 24: must be a positive multiple of block_size = 16"),
-        ({"shapes": {"representatives.bias": (1, 1, 2, 3)}}, r"representatives.bias has shape \(1, 1, 2, 3\): must be"),
         ({"backend": "cudnn"}, "backend = 'cudnn'"),
     ],
     "select_tokens": [({"nb": 3}, r"budgets has 3 blocks: must be L // block_size = 20 // 16 = 1")],
@@ -49,7 +46,6 @@ DECLINED = {
         SHORT,
         ({"dtype": {"q": jnp.float32}}, r"types \['bfloat16', 'float32'\]: must be one of bfloat16"),
         ({"stride": 1}, "128 queries of a tile times 4 heads: at most 256"),
-        ({"r": 12}, "12 keys of a block: must be a power of two up to 128"),
     ],
     ("prefill_attention", "triton"): [NARROW, SHORT],
     ("select_tokens", "triton"): [

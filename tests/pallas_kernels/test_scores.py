@@ -10,7 +10,7 @@ import pytest
 from cases import poison
 from implementations import implementation, on_every_backend
 
-from tca_jax.pallas_kernels.block_mass import Representatives, triton
+from tca_jax.pallas_kernels.block_mass import triton
 from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
 from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.token_scores import token_scores
@@ -36,6 +36,9 @@ def regions(q, k, lengths):
     for row, head in np.ndindex(len(k), k.shape[2]):
         if length := int(lengths[row]):
             yield row, head, q[row, :, head * group : (head + 1) * group], k[row, :length, head]
+
+
+# --- token scores ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,6 +75,8 @@ def test_hhi_survives_scores_whose_squares_underflow():
     np.testing.assert_allclose(hhi[:, 0], np.full((2, 2), 1 / 8), rtol=1e-5)
     assert not np.any(mass[1])  # a row without tokens
 
+
+# --- observation scores ---------------------------------------------------------------------------
 
 OBSERVED, SPREAD = 20, 4
 
@@ -111,28 +116,23 @@ def test_score_reaches_the_tokens_that_follow():
     assert not np.any(scores[40:])
 
 
-def check_mass(function, sizes, block_size, stride, each=4, window=1, tolerance=1e-4, scale=None):
-    """By the definition, a sampled query at a time `[B, Hkv, N, N]`, with `each` keys a block and `window` blocks."""
-    (q, k, lengths), rng = operands(*sizes, scale=scale), np.random.default_rng(1)
-    (batch, _, heads, size), blocks = k.shape, -(-k.shape[1] // block_size)
-    keys = (scale or 1.5) * rng.standard_normal((batch, blocks, heads, each, size))
-    bias = np.where(rng.random(keys.shape[:-1]) < 0.2, -np.inf, rng.standard_normal(keys.shape[:-1]))
-    keys, bias = (np.moveaxis(poison(x, np.asarray(lengths) // block_size), 1, 2) for x in (keys, bias))
-    keys = jnp.asarray(keys, k.dtype)
-    expected = np.zeros((batch, heads, blocks, blocks))
-    for row, head, queries, own in regions(q, k, lengths):
-        for tile in range(-(-len(own) // block_size)):
-            first = max(0, tile - window)
-            far = np.asarray(keys, np.float64)[row, head, :first].reshape(-1, size)
+# --- block mass -----------------------------------------------------------------------------------
+
+
+def check_mass(function, sizes, block_size, stride, tolerance=1e-4, scale=None):
+    """By the definition, a sampled query at a time `[B, Hkv, N, N]`."""
+    q, k, lengths = operands(*sizes, scale=scale)
+    blocks = -(-k.shape[1] // block_size)
+    expected = np.zeros((len(k), k.shape[2], blocks, blocks))
+    for row, head, queries, keys in regions(q, k, lengths):
+        for tile in range(-(-len(keys) // block_size)):
             for end in range(tile * block_size + stride - 1, (tile + 1) * block_size, stride):
-                position = min(end, len(own) - 1)
-                seen = np.concatenate([far, own[first * block_size : position + 1]])
-                logits = queries[position] @ seen.T / np.sqrt(size)
-                logits[:, : len(far)] += bias[row, head, :first].ravel()
-                shares = oracle.softmax(logits)[:, : len(far)].reshape(len(logits), first, each).sum(axis=-1)
-                expected[row, head, tile, :first] = np.maximum(expected[row, head, tile, :first], shares.max(axis=0))
-    given = q, k, Representatives(keys, jnp.asarray(bias, jnp.float32)), lengths
-    mass = function(*given, block_size=block_size, window=window * block_size, stride=stride)
+                position = min(end, len(keys) - 1)
+                logits = queries[position] @ keys[: position + 1].T / np.sqrt(k.shape[-1])
+                seen = np.pad(logits, ((0, 0), (0, blocks * block_size - position - 1)), constant_values=-np.inf)
+                shares = oracle.softmax(seen).reshape(len(seen), blocks, block_size).sum(axis=-1).max(axis=0)
+                expected[row, head, tile] = np.maximum(expected[row, head, tile], shares)
+    mass = function(q, k, lengths, block_size=block_size, stride=stride)
     assert mass.dtype == jnp.float32
     np.testing.assert_allclose(mass, expected, rtol=tolerance, atol=max(1e-5, tolerance / 10))
 
@@ -161,26 +161,23 @@ def test_xla_takes_any_block_size_and_head_dim():
 
 
 @pytest.mark.parametrize(
-    ("config", "block_size", "stride", "each", "window"),
+    ("config", "block_size", "stride"),
     [
-        pytest.param((3, 16, 4, 2), 16, 8, 1, 1, id="off the powers of two and off the number of tiles"),
-        pytest.param((4, 16, 4, 3), 32, 8, 16, 2, id="blocks of two tiles of tokens, one of representatives"),
-        pytest.param((16, 32, 8, 3), 32, 16, 8, 3, id="more tiles than there are"),
+        pytest.param((3, 16, 4, 2), 16, 8, id="off the powers of two and off the number of tiles"),
+        pytest.param((4, 16, 4, 3), 32, 8, id="blocks of two tiles of keys"),
+        pytest.param((16, 32, 8, 3), 32, 16, id="more tiles than there are"),
     ],
 )
-def test_block_mass_in_other_tiles(config, block_size, stride, each, window):
+def test_block_mass_in_other_tiles(config, block_size, stride):
     function = partial(implementation("block_mass", "triton"), config=BlockMassConfig(*config))
-    check_mass(function, ((150, 82, 33, 3), 150, 6, 2, 16), block_size, stride, each=each, window=window)
+    check_mass(function, ((150, 82, 33, 3), 150, 6, 2, 16), block_size, stride)
 
 
 def test_parts_of_the_tiles_do_not_matter(monkeypatch):
     monkeypatch.setattr(triton, "_MOST_BYTES", 4 * 2 * 2 * 8 * 16 * 3)  # three programs of 16 rows
     jax.clear_caches()
-    function = partial(implementation("block_mass", "triton"), config=BlockMassConfig(1, 16, 4, 1))
-
-    def in_three_parts(*operands, **options):
-        assert "length=3" in str(jax.make_jaxpr(partial(function, **options))(*operands))
-        return function(*operands, **options)
-
-    check_mass(in_three_parts, ((115, 40), 115, 4, 2, 16), 16, 8)
+    function, sizes = implementation("block_mass", "triton"), ((115, 40), 115, 4, 2, 16)
+    function = partial(function, config=BlockMassConfig(1, 16, 4, 1))
+    assert "length=3" in str(jax.make_jaxpr(partial(function, block_size=16, stride=8))(*operands(*sizes)))
+    check_mass(function, sizes, 16, 8)
     jax.clear_caches()

@@ -12,6 +12,8 @@ from implementations import implementation, on_every_backend
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.select_tokens.xla import source_rows
 
+# --- the reserve ----------------------------------------------------------------------------------
+
 TOKENS = 300
 RANKED = np.array([TOKENS, 129, 6, 0], np.int32)
 SHAPE = (len(RANKED), 2, TOKENS)
@@ -46,6 +48,9 @@ def test_ranked_tokens_past_the_array_or_negative():
     ranked = np.array([TOKENS + 50, -3])
     marked = reserve_tokens(jnp.ones((2, 1, TOKENS)), jnp.array(ranked), reserve=7)
     np.testing.assert_array_equal(marked[:, 0], (np.arange(TOKENS) < 7) & (ranked[:, None] > 0))
+
+
+# --- selection ------------------------------------------------------------------------------------
 
 
 def draw_selection(offsets, tokens, block_size, dtype=jnp.float32):

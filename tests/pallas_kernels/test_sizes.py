@@ -55,9 +55,11 @@ def test_default_tiles_divide_blocks_and_fit(head_dim, dtype):
         assert 16 <= config.queries <= max(16, 2 * rows - 1)
         assert config.queries & (config.queries - 1) == 0
         assert fits(config.queries + 2 * config.keys)
-    for each, rows in itertools.product((1, 16, 32, 128), (1, 7, 8, 32, 112, 256)):
-        config = block_mass.default_config(rows, each, head_dim, dtype)
-        assert config.keys % max(each, 16) == config.keys & (config.keys - 1) == 0
+    for block, rows in itertools.product((16, 48, 128, 256, 1024), (1, 7, 8, 32, 112, 256)):
+        config = block_mass.default_config(rows, block, head_dim, dtype)
+        assert block % config.keys == config.keys & (config.keys - 1) == 0
+        assert config.keys >= 16
         assert config.tiles >= 1
         held = max(16, pl.next_power_of_2(config.tiles * rows))
-        assert dtype == jnp.float32 or fits(held + config.stages * config.keys)
+        in_flight = config.stages * block if config.stages > 1 else config.keys
+        assert dtype == jnp.float32 or fits(held + in_flight)

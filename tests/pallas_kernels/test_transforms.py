@@ -37,7 +37,7 @@ class Case:
         block, d = (128, 64) if self.is_native else (16, 16)
         capacity = 3 * block
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
-        options |= {"m": 5, "stride": 4, "b": block, "T": 6, "r": 4}
+        options |= {"m": 5, "stride": 4, "b": block, "T": 6}
         dims = {"B": 2, "R": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "N": 3, "P": 4 * capacity}
         return options | dims
 

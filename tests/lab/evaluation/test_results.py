@@ -62,6 +62,9 @@ def test_finished_jobs_are_found_again(results):
     assert results.read_all() == [{**JOB._asdict(), "score": 1.0}]
 
 
+# --- committed pages ---
+
+
 def test_pages_of_sticks_match_records(capsys):
     tables.main([COMMITTED / "real-models.jsonl.xz"])
     pages = "".join((COMMITTED / name).read_text("utf-8") for name in ("real-models.md", "first-answer.md"))
