@@ -9,14 +9,14 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Float64
 
-from tca_jax.calibration.predicted_worth import Progress, WorthMaps, fit_worth, pack_texts
+from tca_jax.calibration.predicted_worth import SHARES, Progress, WorthMaps, fit_worth, pack_texts
 from tca_jax.calibration.probes import FOLLOW, ProbedText, Segment, probed_texts
 from tca_jax.calibration.repetition import CHUNK, chat_frame, repetition_request, repetition_rows
 from tca_jax.engine.contexts import prefill
@@ -27,15 +27,16 @@ from tca_jax.errors import check_integer, is_finite_number, require
 from tca_jax.methods.base import Method, num_ranked_blocks
 from tca_jax.methods.worth import BLOCK, WINDOW, ReadSettings, WorthSettings, by_worth
 from tca_jax.models.config import ModelConfig
+from tca_jax.pallas_kernels.checks import check_shapes
 from tca_jax.persistence import save
 
 FORMAT_VERSION = 5
-MASS = 0.1  # least mass of a block that a tile reads
+BLOCK_SCORE = 0.1  # least score of a block that a tile reads
 _KEPT, _SELECTED = (0.1, 0.15, 0.2, 0.25, 0.33, 0.5), (0.05, 0.1, 0.2)
 COUNT, TOKENS, _LEAST_TOKENS = 8, 8_192, 4 * BLOCK  # texts, and tokens of each
 LEAST_KNOWN = 0.97  # of the facts known under full attention, and ...
 MOST_FOLLOWING = 0.01  # ... the loss of the following text above full attention's, that the default share holds
-_FEWEST = math.ceil((2 * LEAST_KNOWN - 1) / (1 - LEAST_KNOWN))  # known facts that can show that share by `holds`: 32
+FEWEST = math.ceil((2 * LEAST_KNOWN - 1) / (1 - LEAST_KNOWN))  # known facts that can show that share by `holds`: 32
 MOST_NATS = 0.1  # above full attention's loss of copies and facts inside a prompt, of the default selected share
 _ROOM = 1.5  # pages of a row over those that its share needs on the calibration's texts
 _SHOWN = 12  # characters of a fingerprint in a message
@@ -51,7 +52,7 @@ class WorthProfile:
     Attributes:
         maps: Maps of all KV heads and the thresholds of shares.
         kept: Share of all heads' tokens that stay, of texts like the calibration's.
-        selected: Share that prompts attend to singly; blocks of mass and means come besides.
+        selected: Share that prompts attend to singly; blocks of high score and means come besides.
         kept_table: For each measured kept share: "kept", "known" (facts known under full attention), "facts" and
             "copies" (share of them that stay right), "following" (loss of following text over full attention's - 1).
         reading_table: For each selected share: "selected", "attended", "plain" (loss inside texts over full
@@ -75,6 +76,11 @@ class WorthProfile:
     def __post_init__(self) -> None:
         for name in ("kept", "selected"):
             require_share(name, getattr(self, name))
+        dims = {"maps": "layers Hkv D1", "thresholds": "shares"}
+        of_maps = {name: (x, dims.get(name, "layers Hkv")) for name, x in vars(self.maps).items()}
+        check_shapes({"SHARES": (SHARES, "shares")} | of_maps)
+        for name in dims:  # a head without a finite map has another one, which keeps the window
+            require(np.isfinite(getattr(self.maps, name)).all(), f"{name} holds NaN or infinity: must be finite")
 
     def __repr__(self) -> str:
         layers, heads = self.maps.maps.shape[:2]
@@ -109,7 +115,7 @@ class WorthProfile:
         """Arrays of the method."""
         layers = self.maps.maps.shape[0]
         theta = jnp.full(layers, self.maps.threshold(self.selected), jnp.float32)
-        reading = ReadSettings(theta, jnp.full(layers, MASS, jnp.float32), jnp.ones(layers, bool))
+        reading = ReadSettings(theta, jnp.full(layers, BLOCK_SCORE, jnp.float32), jnp.ones(layers, bool))
         shares = _shares_at(self.maps.shares, self.kept).mean(axis=1)
         left = shares / np.cumsum(shares[::-1])[::-1]
         return WorthSettings(
@@ -194,18 +200,17 @@ def packed_texts(
     require(tokens >= _LEAST_TOKENS, f"{lm.name} has {most} positions: {needed}")
     batch = [texts] if is_single(texts, "texts") else list(texts)
     require(batch, "texts is empty: at least one is needed")
-    ids = (_verbatim(lm, each, f"texts[{i}]") for i, each in enumerate(batch))
+    empty = [i for i, each in enumerate(batch) if isinstance(each, Sized) and not len(each)]
+    require(not empty, f"texts{empty[:1]} is empty: at least one token is needed")
+    named: Iterable[tuple[Any, str]] = ((each, f"texts[{i}]") for i, each in enumerate(batch))
+    ids = (encode_verbatim(lm, *x) if isinstance(x[0], str | bytes) else encode_prompt(lm, *x) for x in named)
     if len(batch) >= count:
         return pack_texts(lm, ids, count, tokens), chunk
     # Fewer texts than are needed: their pieces, evenly spread.
-    all_ids, size = [token for each in ids for token in each], tokens - len(chat_frame(lm)[0])
+    all_ids, size = [token for each in ids for token in each], max(1, tokens - len(chat_frame(lm)[0]))
     pieces = [all_ids[start : start + size] for start in range(0, len(all_ids), size)]
     packed = pack_texts(lm, pieces, max(count, len(all_ids) // size), tokens)
     return [packed[i] for i in np.linspace(0, len(packed) - 1, count).round().astype(int).tolist()], chunk
-
-
-def _verbatim(lm: Encoder, text: Any, name: str) -> list[int]:
-    return encode_verbatim(lm, text, name) if isinstance(text, str | bytes) else encode_prompt(lm, text, name)
 
 
 def chosen_kept(table: Sequence[Mapping[str, float]]) -> float:
@@ -241,7 +246,7 @@ def doubt_of(table: Sequence[Mapping[str, float]], name: str) -> str | None:
     if holds(table[-1]):
         return None
     bounds = f"{LEAST_KNOWN:.0%} of the facts within {MOST_FOLLOWING:.0%} of the following text's loss"
-    few = f"{table[-1]['known']} known to {name!r}, and fewer than {_FEWEST} never show it; give more texts, or kept"
+    few = f"{table[-1]['known']} known to {name!r}, and fewer than {FEWEST} never show it; give more texts, or kept"
     return f"not even the largest share holds {bounds}, of {few}: kept = {table[-1]['kept']}"
 
 

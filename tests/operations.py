@@ -33,7 +33,7 @@ OPERATIONS = {
         ("block_size", "window"),
     ),
     "paged_attention": ({"q": "B m Hq d", **PAGES, "first": "B", "newest": "B"}, ("B m Hq d", "B m Hq"), ("window",)),
-    "block_mass": ({"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv N N",), ("block_size", "stride")),
+    "block_scores": ({"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv N N",), ("block_size", "stride")),
     "causal_attention": ({**TOKENS, "lengths": "B"}, ("B L Hq d",), ()),
 }
 

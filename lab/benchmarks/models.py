@@ -156,16 +156,16 @@ def with_worth(lm: LM, kept: float, tokens: int) -> LM:
     profile = WorthProfile(WorthMaps(*wide), kept, _SELECTED, (), (), None, lm.name)
     found = balanced(lm, tokens, profile.kept_share(tokens)).with_profile(profile)
 
-    def reading(mass: float) -> LM:
-        read = found.settings.read._replace(mass=jnp.full(c.num_layers, mass, jnp.float32))
+    def reading(score: float) -> LM:
+        read = found.settings.read._replace(score=jnp.full(c.num_layers, score, jnp.float32))
         return dataclasses.replace(found, settings=found.settings._replace(read=read))
 
-    prompt, mass = random.integers(0, c.vocab_size, tokens).tolist(), BLOCK / (math.sqrt(_READ - _SELECTED) * tokens)
-    # Random weights give all blocks nearly the same mass: the first tiles of the prompt read most of theirs.
-    for _ in range(2):  # a tile before 1 / mass reads its blocks: their pairs fall with its square
-        area = tca_jax.prefill(reading(mass), [prompt] * axis_size(lm.mesh, DATA)).stats.attended_share
-        mass *= math.sqrt(max(area - _SELECTED, 0.01) / (_READ - _SELECTED))
-    return reading(mass)
+    prompt, score = random.integers(0, c.vocab_size, tokens).tolist(), BLOCK / (math.sqrt(_READ - _SELECTED) * tokens)
+    # Random weights give all blocks nearly the same score: the first tiles of the prompt read most of theirs.
+    for _ in range(2):  # a tile before 1 / score reads its blocks: their pairs fall with its square
+        area = tca_jax.prefill(reading(score), [prompt] * axis_size(lm.mesh, DATA)).stats.attended_share
+        score *= math.sqrt(max(area - _SELECTED, 0.01) / (_READ - _SELECTED))
+    return reading(score)
 
 
 def describe_shares(config: TCAConfig) -> str:

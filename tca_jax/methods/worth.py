@@ -1,4 +1,4 @@
-"""Predicted worth: selected tokens, blocks by mass, means of the others (docs/worth.md)."""
+"""Predicted worth: selected tokens, blocks by score, means of the others (docs/worth.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from tca_jax.methods.base import Attended, BlockMeans, CachePolicy, Heads, Method, PrefillPolicy
 from tca_jax.methods.regions import Regions, Selected, Selection, causal_pairs, selected_pairs, sum_of_counts
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.block_mass import block_mass
+from tca_jax.pallas_kernels.block_scores import block_scores
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.observation_scores import observation_scores
@@ -26,14 +26,14 @@ RESERVE = WINDOW // 2  # tokens of each head for a question in the prompt
 OBSERVED, SPREAD = 64, 16  # last queries that choose them, and tokens that a chosen one's score reaches
 IN_FULL = 4096  # tokens up to which prompts are read in full: sparse reading would launch more than it saves
 _SIZES: Any = {"block_size": BLOCK, "window": WINDOW}
-_STRIDE = 16  # every which query of a tile estimates the mass of blocks
+_STRIDE = 16  # every which query of a tile scores blocks
 
 
 class ReadSettings(NamedTuple):
     """How prompts are read; all data, so that one program serves every profile."""
 
     theta: Float32[Array, "*layers"]  # tokens of at least this predicted worth are selected; inf: none
-    mass: Float32[Array, "*layers"]  # blocks of at least this mass in a sampled query are read; inf: none
+    score: Float32[Array, "*layers"]  # blocks of at least this score in a sampled query are read; inf: none
     means: Bool[Array, "*layers"]  # whether the other blocks' means are read
 
 
@@ -116,7 +116,7 @@ class WorthCache(CachePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class WorthPrefill(PrefillPolicy):
-    """Prompts attend to selected tokens, blocks by mass and means of the others."""
+    """Prompts attend to selected tokens, blocks by score and means of the others."""
 
     layers_differ: ClassVar[bool] = False
     by_scores: ClassVar[bool] = True
@@ -159,7 +159,7 @@ def choose_by_worth(
     stride: int = _STRIDE,
     backend: Backend = "auto",
 ) -> Chosen:
-    """Tokens of high predicted worth, blocks of much mass for each tile of queries, and means of the other blocks."""
+    """Tokens of high predicted worth, blocks of high score for each tile of queries, and means of the other blocks."""
     length, blocks = k.shape[1], cdiv(k.shape[1], BLOCK)
     place, block = jnp.arange(length), jnp.arange(blocks)
     there = (place < lengths[:, None])[:, None]
@@ -168,8 +168,8 @@ def choose_by_worth(
     kept = regions.fill(Selection.of_tokens(selected, BLOCK), k, v, block_size=BLOCK, backend=backend)
 
     before = block < jnp.maximum(block[:, None] - WINDOW // BLOCK, 0)  # [tile, block]
-    mass = block_mass(q, k, lengths, block_size=BLOCK, stride=stride, backend=backend)
-    read = before & ((mass >= settings.mass) | (lengths <= IN_FULL)[:, None, None, None])
+    scores = block_scores(q, k, lengths, block_size=BLOCK, stride=stride, backend=backend)
+    read = before & ((scores >= settings.score) | (lengths <= IN_FULL)[:, None, None, None])
     ends = jnp.cumsum(read, axis=-1, dtype=jnp.int32)
     first, slots = jnp.broadcast_to(block * BLOCK, read.shape), jnp.where(read, ends - 1, blocks)
     listed = jnp.put_along_axis(jnp.zeros_like(ends), slots, first, axis=-1, mode="drop", inplace=False)

@@ -18,12 +18,12 @@ def drawn():
     return q, k, v, jax.random.normal(keys[3], (2, HEADS, TOKENS)), jnp.asarray(LENGTHS)
 
 
-def attend(operands, theta, mass, means=True, stride=16):
-    chosen = choose_by_worth(*operands, ReadSettings(*map(jnp.asarray, (theta, mass, means))), stride=stride)
+def attend(operands, theta, least, means=True, stride=16):
+    chosen = choose_by_worth(*operands, ReadSettings(*map(jnp.asarray, (theta, least, means))), stride=stride)
     return WorthPrefill().attend_chosen(*operands[:3], chosen, operands[-1], "auto")
 
 
-def by_loops(q, k, v, worth, length, theta, mass, means, stride):
+def by_loops(q, k, v, worth, length, theta, least, means, stride):
     """One row, query by query: attention, and pairs by KV head."""
     q, k, v, worth = (np.asarray(x, np.float64) for x in (q, k, v, worth))
     out, pairs = np.zeros_like(q[:length]), np.zeros(HEADS)
@@ -34,10 +34,10 @@ def by_loops(q, k, v, worth, length, theta, mass, means, stride):
         for start in range(0, length, BLOCK):
             first, largest = max(0, start - WINDOW), np.zeros(len(q) // BLOCK)
             for i in range(start + stride - 1, min(start + BLOCK, length), stride):
-                p = np.exp(scores[:, i, : i + 1] - scores[:, i, : i + 1].max(axis=-1, keepdims=True))
-                p = np.pad(p / p.sum(axis=-1, keepdims=True), ((0, 0), (0, len(q) - i - 1)))
-                largest = np.maximum(largest, p.reshape(GROUP, -1, BLOCK).sum(axis=-1).max(axis=0))
-            fetched = [t for t in range(first // BLOCK) if largest[t] >= mass]
+                visible = np.where(np.arange(len(q)) <= i, scores[:, i], -np.inf)
+                p = np.exp(visible - visible.max(axis=-1, keepdims=True)).reshape(GROUP, -1, BLOCK).max(axis=-1)
+                largest = np.maximum(largest, (p / p.sum(axis=-1, keepdims=True)).max(axis=0))
+            fetched = [t for t in range(first // BLOCK) if largest[t] >= least]
             for i in range(start, min(start + BLOCK, length)):
                 seen = [j for j in range(i + 1) if chosen[j] or j >= first or j // BLOCK in fetched]
                 logits, values = [scores[:, i, j] for j in seen], [v[j, head] for j in seen]
@@ -55,13 +55,13 @@ def by_loops(q, k, v, worth, length, theta, mass, means, stride):
 
 
 @pytest.mark.parametrize(
-    ("theta", "mass", "means", "stride"),
+    ("theta", "least", "means", "stride"),
     [(1.5, 0.1, True, 16), (1.5, 0.3, True, 8), (1.5, np.inf, False, 16), (np.inf, np.inf, True, 16)],
 )
-def test_tokens_blocks_and_means_equal_loops(theta, mass, means, stride):
+def test_tokens_blocks_and_means_equal_loops(theta, least, means, stride):
     operands = drawn()
-    out, pairs = attend(operands, theta, mass, means, stride)
+    out, pairs = attend(operands, theta, least, means, stride)
     for row, length in enumerate(LENGTHS):
-        expected, attended = by_loops(*(x[row] for x in operands[:4]), length, theta, mass, means, stride)
+        expected, attended = by_loops(*(x[row] for x in operands[:4]), length, theta, least, means, stride)
         np.testing.assert_allclose(out[row, :length], expected, atol=3e-5)
         np.testing.assert_allclose(pairs[row], attended.mean(), rtol=1e-6)

@@ -6,7 +6,7 @@ from cuda_lowering import kernels
 from implementations import implementation
 from operations import call
 
-from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
+from tca_jax.pallas_kernels.block_scores.triton import BlockScoresConfig
 from tca_jax.pallas_kernels.kv import CODES
 
 LLAMA = {"L": 131072, "Hq": 32, "Hkv": 8}
@@ -20,11 +20,11 @@ EIGHT_BITS = {"q": jnp.bfloat16, "caches.k": CODES, "caches.v": CODES}
 CASES = [
     *(("select_tokens", "triton", 2, sizes) for sizes in (QWEN, LARGE, FLOAT32)),
     # A program has few tiles of a group of 7 and of small strides, several of a group of 4 and large ones.
-    ("block_mass", "triton", 1, {**LLAMA, "stride": 8}),
-    ("block_mass", "triton", 1, {**LLAMA, "stride": 32, "config": BlockMassConfig(2, 64, 4, 3)}),
-    ("block_mass", "triton", 1, {**LLAMA, "dtype": jnp.float32}),
-    ("block_mass", "triton", 1, QWEN),
-    ("block_mass", "triton", 1, {**SHORT, "dtype": jnp.float16}),
+    ("block_scores", "triton", 1, {**LLAMA, "stride": 8}),
+    ("block_scores", "triton", 1, {**LLAMA, "stride": 32, "config": BlockScoresConfig(2, 64, 4, 3)}),
+    ("block_scores", "triton", 1, {**LLAMA, "dtype": jnp.float32}),
+    ("block_scores", "triton", 1, QWEN),
+    ("block_scores", "triton", 1, {**SHORT, "dtype": jnp.float16}),
     ("prefill_attention", "triton", 1, {**LLAMA, "P": 2**20}),
     ("prefill_attention", "triton", 1, {**QWEN, "dtype": jnp.float16, "P": 2**20}),
     ("prefill_attention", "triton", 1, {"L": 5000, "Hq": 14, "d": 64, "block_size": 64}),

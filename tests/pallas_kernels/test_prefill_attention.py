@@ -129,16 +129,12 @@ def _far(operands, block_size, window, shift):
     means = rng.normal(size=(2, batch, blocks, heads, d))
     selected = rng.random((batch, heads, length)) < 0.3
     mean_counts = np.minimum(np.broadcast_to(edges, counts.shape), blocks - 1) * (rng.random(counts.shape) < 0.8)
-    arrays = (
-        listed,
-        counts,
-        selected,
-        *means.astype(np.float32),
-        bias.astype(np.float32),
-        mean_counts.astype(np.int32),
-    )
+    arrays = listed, counts, selected, *means.astype(np.float32), bias.astype(np.float32), mean_counts.astype(np.int32)
     far = FarBlocks(*map(jnp.asarray, arrays))
     return far._replace(mean_k=far.mean_k.astype(k.dtype), mean_v=far.mean_v.astype(k.dtype))
+
+
+LARGE = (8, 2, 128, 128, 256), (7, 1, 64, 64, 256), (14, 2, 64, 128, 256), (4, 4, 128, 256, 256), (4, 4, 128, 128, 0)
 
 
 @on_every_backend("prefill_attention")
@@ -151,13 +147,7 @@ def _far(operands, block_size, window, shift):
         pytest.param(((40,), 40, 4, 4, 16, 16, 64), id="window longer than the prompt"),
         *(
             pytest.param(((1501, 801), 1501, *sizes, dtype), marks=gpu)
-            for sizes in [
-                (8, 2, 128, 128, 256),
-                (7, 1, 64, 64, 256),
-                (14, 2, 64, 128, 256),
-                (4, 4, 128, 256, 256),
-                (4, 4, 128, 128, 0),
-            ]
+            for sizes in LARGE
             for dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
         ),
     ],

@@ -18,7 +18,7 @@ SMALL = {"L": 20, "Hq": 2, "Hkv": 1, "d": 16, "block_size": 16, "window": 32, "s
 PAGED = {"B": 4, "b": 16, "T": 6, "kept_columns": 3, "P": 40, "window": 32}
 #: Of an operation: sizes, shapes and options of a call, and what the message says.
 REFUSED = {
-    "block_mass": [
+    "block_scores": [
         ({"shapes": {"k": (1, 20, 1, 8)}}, r"k has shape \(1, 20, 1, 8\): must be \[B = 1, L = 20, Hkv, d = 16\]"),
         ({"Hq": 3, "Hkv": 2}, "3 query heads and 2 KV heads: the former must be a positive multiple"),
         ({"block_size": 0}, "block_size = 0: must be an integer of at least 1"),
@@ -41,7 +41,7 @@ NARROW = ({"d": 80}, "head dimension 80: must be a power of two from 16 to 256")
 SHORT = ({"block_size": 8}, "block_size = 8: must be a multiple of 16")
 MOSAIC = "on mosaic takes bfloat16 and float16, d 64 or 128 and block_size a multiple of 128, not "
 DECLINED = {
-    ("block_mass", "triton"): [
+    ("block_scores", "triton"): [
         NARROW,
         SHORT,
         ({"dtype": {"q": jnp.float32}}, r"types \['bfloat16', 'float32'\]: must be one of bfloat16"),
@@ -75,31 +75,17 @@ def test_misfit_is_refused_by_name(operation, change, message):
 
 
 def test_scores_refuse_misfits_by_name():
-    observed, keys, lengths, scores = (
-        jnp.ones((1, 3, 2, 16)),
-        jnp.ones((1, 20, 1, 16)),
-        jnp.array([20]),
-        jnp.ones((1, 1, 20)),
-    )
-    for function, given, options, message in (
+    lengths, ranked, scores = jnp.array([20]), jnp.array([7, 7]), jnp.ones((1, 1, 20))
+    given = observed, keys, _ = jnp.ones((1, 3, 2, 16)), jnp.ones((1, 20, 1, 16)), lengths
+    for function, operands, options, message in (
         (observation_scores, (observed[:, :0], keys, lengths), {"spread": 4}, "must hold at least one query"),
-        (observation_scores, (observed, keys, lengths), {"spread": 0}, "spread = 0: must be an integer of at least 1"),
-        (
-            observation_scores,
-            (observed, keys, lengths),
-            {"spread": 4, "decay": 1.1},
-            r"decay = 1.1: must lie in \(0, 1\]",
-        ),
-        (
-            reserve_tokens,
-            (scores, jnp.array([7, 7])),
-            {"reserve": 1},
-            r"ranked_tokens has shape \(2,\): must be \[B = 1\]",
-        ),
+        (observation_scores, given, {"spread": 0}, "spread = 0: must be an integer of at least 1"),
+        (observation_scores, given, {"spread": 4, "decay": 1.1}, r"decay = 1.1: must lie in \(0, 1\]"),
+        (reserve_tokens, (scores, ranked), {"reserve": 1}, r"ranked_tokens has shape \(2,\): must be \[B = 1\]"),
         (reserve_tokens, (scores, lengths), {"reserve": -1}, "reserve = -1: must be an integer of at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            unchecked(function)(*given, **options)
+            unchecked(function)(*operands, **options)
 
 
 @pytest.mark.parametrize(("operation", "change", "message"), cases(DECLINED))

@@ -1,4 +1,4 @@
-"""Token scores, observation scores, and block mass on every backend, against float64: groups, types, odd lengths."""
+"""Token scores, observation scores, and block scores on every backend, against float64: groups, types, odd lengths."""
 
 from functools import partial
 
@@ -10,8 +10,8 @@ import pytest
 from cases import poison
 from implementations import implementation, on_every_backend
 
-from tca_jax.pallas_kernels.block_mass import triton
-from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
+from tca_jax.pallas_kernels.block_scores import triton
+from tca_jax.pallas_kernels.block_scores.triton import BlockScoresConfig
 from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.token_scores import token_scores
 
@@ -116,10 +116,10 @@ def test_score_reaches_the_tokens_that_follow():
     assert not np.any(scores[40:])
 
 
-# --- block mass -----------------------------------------------------------------------------------
+# --- block scores ---------------------------------------------------------------------------------
 
 
-def check_mass(function, sizes, block_size, stride, tolerance=1e-4, scale=None):
+def check_block_scores(function, sizes, block_size, stride, tolerance=1e-4, scale=None):
     """By the definition, a sampled query at a time `[B, Hkv, N, N]`."""
     q, k, lengths = operands(*sizes, scale=scale)
     blocks = -(-k.shape[1] // block_size)
@@ -130,14 +130,14 @@ def check_mass(function, sizes, block_size, stride, tolerance=1e-4, scale=None):
                 position = min(end, len(keys) - 1)
                 logits = queries[position] @ keys[: position + 1].T / np.sqrt(k.shape[-1])
                 seen = np.pad(logits, ((0, 0), (0, blocks * block_size - position - 1)), constant_values=-np.inf)
-                shares = oracle.softmax(seen).reshape(len(seen), blocks, block_size).sum(axis=-1).max(axis=0)
+                shares = oracle.softmax(seen.reshape(len(seen), blocks, block_size).max(axis=-1)).max(axis=0)
                 expected[row, head, tile] = np.maximum(expected[row, head, tile], shares)
-    mass = function(q, k, lengths, block_size=block_size, stride=stride)
-    assert mass.dtype == jnp.float32
-    np.testing.assert_allclose(mass, expected, rtol=tolerance, atol=max(1e-5, tolerance / 10))
+    scores = function(q, k, lengths, block_size=block_size, stride=stride)
+    assert scores.dtype == jnp.float32
+    np.testing.assert_allclose(scores, expected, rtol=tolerance, atol=max(1e-5, tolerance / 10))
 
 
-@on_every_backend("block_mass")
+@on_every_backend("block_scores")
 @pytest.mark.parametrize(
     ("sizes", "block_size", "stride"),
     [
@@ -149,15 +149,15 @@ def check_mass(function, sizes, block_size, stride, tolerance=1e-4, scale=None):
         (((393, 130), 393, 4, 1, 128, jnp.bfloat16), 128, 8),
     ],
 )
-def test_block_mass_equals_the_oracle(sizes, block_size, stride, backend):
-    function = implementation("block_mass", backend)
-    check_mass(function, sizes, block_size, stride)
+def test_block_scores_equals_the_oracle(sizes, block_size, stride, backend):
+    function = implementation("block_scores", backend)
+    check_block_scores(function, sizes, block_size, stride)
     if len(sizes) == 5:  # scores past the range of exp, in float32
-        check_mass(function, sizes, block_size, stride, tolerance=2e-3, scale=25.0)
+        check_block_scores(function, sizes, block_size, stride, tolerance=2e-3, scale=25.0)
 
 
 def test_xla_takes_any_block_size_and_head_dim():
-    check_mass(implementation("block_mass", "xla"), ((75, 14), 75, 4, 2, 12), 6, 3)
+    check_block_scores(implementation("block_scores", "xla"), ((75, 14), 75, 4, 2, 12), 6, 3)
 
 
 @pytest.mark.parametrize(
@@ -168,16 +168,16 @@ def test_xla_takes_any_block_size_and_head_dim():
         pytest.param((16, 32, 8, 3), 32, 16, id="more tiles than there are"),
     ],
 )
-def test_block_mass_in_other_tiles(config, block_size, stride):
-    function = partial(implementation("block_mass", "triton"), config=BlockMassConfig(*config))
-    check_mass(function, ((150, 82, 33, 3), 150, 6, 2, 16), block_size, stride)
+def test_block_scores_in_other_tiles(config, block_size, stride):
+    function = partial(implementation("block_scores", "triton"), config=BlockScoresConfig(*config))
+    check_block_scores(function, ((150, 82, 33, 3), 150, 6, 2, 16), block_size, stride)
 
 
 def test_parts_of_the_tiles_do_not_matter(monkeypatch):
     monkeypatch.setattr(triton, "_MOST_BYTES", 4 * 2 * 2 * 8 * 16 * 3)  # three programs of 16 rows
     jax.clear_caches()
-    function, sizes = implementation("block_mass", "triton"), ((115, 40), 115, 4, 2, 16)
-    function = partial(function, config=BlockMassConfig(1, 16, 4, 1))
+    function, sizes = implementation("block_scores", "triton"), ((115, 40), 115, 4, 2, 16)
+    function = partial(function, config=BlockScoresConfig(1, 16, 4, 1))
     assert "length=3" in str(jax.make_jaxpr(partial(function, block_size=16, stride=8))(*operands(*sizes)))
-    check_mass(function, sizes, 16, 8)
+    check_block_scores(function, sizes, 16, 8)
     jax.clear_caches()

@@ -10,7 +10,7 @@ from implementations import gpu, implementation
 from jax.experimental import pallas as pl
 from operations import call
 
-from tca_jax.pallas_kernels.block_mass import triton as block_mass
+from tca_jax.pallas_kernels.block_scores import triton as block_scores
 from tca_jax.pallas_kernels.paged_attention import triton as paged_attention
 from tca_jax.pallas_kernels.triton_call import attention_tiles
 
@@ -20,8 +20,8 @@ from tca_jax.pallas_kernels.triton_call import attention_tiles
 @pytest.mark.parametrize(
     ("operation", "sizes"),
     [
-        *(("block_mass", {"Hq": h, "Hkv": kv, "d": d, "stride": 16}) for h, kv, d in [(8, 2, 64), (2, 2, 256)]),
-        *(("block_mass", {"Hq": 7, "Hkv": 1, "block_size": b, "stride": s}) for b, s in [(128, 8), (1024, 128)]),
+        *(("block_scores", {"Hq": h, "Hkv": kv, "d": d, "stride": 16}) for h, kv, d in [(8, 2, 64), (2, 2, 256)]),
+        *(("block_scores", {"Hq": 7, "Hkv": 1, "block_size": b, "stride": s}) for b, s in [(128, 8), (1024, 128)]),
     ],
 )
 def test_real_sizes_equal_xla(operation, sizes, dtype):
@@ -56,7 +56,7 @@ def test_default_tiles_divide_blocks_and_fit(head_dim, dtype):
         assert config.queries & (config.queries - 1) == 0
         assert fits(config.queries + 2 * config.keys)
     for block, rows in itertools.product((16, 48, 128, 256, 1024), (1, 7, 8, 32, 112, 256)):
-        config = block_mass.default_config(rows, block, head_dim, dtype)
+        config = block_scores.default_config(rows, block, head_dim, dtype)
         assert block % config.keys == config.keys & (config.keys - 1) == 0
         assert config.keys >= 16
         assert config.tiles >= 1

@@ -1,4 +1,4 @@
-"""Block mass in plain JAX: the oracle of the operation and its path on any device."""
+"""Block scores in plain JAX: the oracle of the operation and its path on any device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from tca_jax.pallas_kernels.block_mass import sampled_positions
+from tca_jax.pallas_kernels.block_scores import sampled_positions
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 
 
 @partial(jax.jit, static_argnames=("block_size", "stride"))
-@jax.named_scope("block_mass")
-def block_mass(q: Array, k: Array, lengths: Array, *, block_size: int, stride: int) -> Array:
-    """The softmax over blocks of a tile's sampled queries, a tile at a time."""
+@jax.named_scope("block_scores")
+def block_scores(q: Array, k: Array, lengths: Array, *, block_size: int, stride: int) -> Array:
+    """The softmax over the blocks' largest logits of a tile's sampled queries, a tile at a time."""
     (batch, length, kv_heads, head_dim), group = k.shape, q.shape[2] // k.shape[2]
     if length == 0:
         return jnp.zeros((batch, kv_heads, 0, 0), jnp.float32)
@@ -28,10 +28,9 @@ def block_mass(q: Array, k: Array, lengths: Array, *, block_size: int, stride: i
         rows = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(q, places)
         rows = rows.reshape(batch, -1, kv_heads, group, head_dim)
         seen = (jnp.arange(tiles * block_size) <= places[..., None])[:, None, :, None]  # [B, 1, S, 1, N b]
-        scores = jnp.where(seen, scaled_scores("bshgd,bhld->bhsgl", rows, keys), MASKED)
-        scores = scores.reshape(*scores.shape[:-1], tiles, block_size)
-        of_block = jax.nn.softmax(jax.nn.logsumexp(scores, axis=-1), axis=-1)  # [B, Hkv, S, G, N]
-        mass = jnp.where(scores.max(axis=-1) > MASKED, of_block, 0).max(axis=(2, 3))
-        return jnp.where((tile * block_size < lengths)[:, None, None], mass, 0)
+        logits = jnp.where(seen, scaled_scores("bshgd,bhld->bhsgl", rows, keys), MASKED)
+        peaks = logits.reshape(*logits.shape[:-1], tiles, block_size).max(axis=-1)  # [B, Hkv, S, G, N]
+        scores = jnp.where(peaks > MASKED, jax.nn.softmax(peaks, axis=-1), 0).max(axis=(2, 3))
+        return jnp.where((tile * block_size < lengths)[:, None, None], scores, 0)
 
     return jnp.moveaxis(jax.lax.map(one_tile, jnp.arange(tiles)), 0, 2)

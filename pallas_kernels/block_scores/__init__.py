@@ -1,4 +1,4 @@
-"""Block mass: the most attention that sampled queries of each tile put on each block of keys.
+"""Block scores: shares of the blocks of keys in the largest logits of sampled queries, for each tile of queries.
 
 docs/method.md, "Readings".
 """
@@ -13,7 +13,7 @@ from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, is_multiple
 
 
-def block_mass(
+def block_scores(
     q: Float[Array, "B L Hq d"],
     k: Float[Array, "B L Hkv d"],
     lengths: Int[Array, " B"],
@@ -22,11 +22,12 @@ def block_mass(
     stride: int,
     backend: Backend = "auto",
 ) -> Float32[Array, "B Hkv N N"]:
-    """The largest attention mass that sampled queries put on every block of keys.
+    """The largest share that the largest logit of every block of keys has among those of all blocks.
 
     Tile t holds the queries [t b, (t + 1) b), block j the keys [j b, (j + 1) b). Of each run of `stride` queries of a
-    tile the last one is sampled; where that lies past the prompt, the prompt's last query is. Entry [t, j] is the
-    largest probability, over the samples of tile t and over the group, of all keys of block j together.
+    tile the last one is sampled; where that lies past the prompt, the prompt's last query is. With m_j the largest
+    q.k / sqrt(d) of a query with the keys of block j that it sees, entry [t, j] is the largest exp(m_j) / sum of exp(m)
+    over all blocks, of the samples of tile t and of the group.
 
     Args:
         q: Queries after RoPE [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
@@ -42,7 +43,7 @@ def block_mass(
     check_blocks(block_size)
     require(is_multiple(block_size, stride), f"stride = {stride}: must divide block_size = {block_size}")
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
-    return dispatch("block_mass", backend)(q, k, lengths, block_size=block_size, stride=stride)
+    return dispatch("block_scores", backend)(q, k, lengths, block_size=block_size, stride=stride)
 
 
 def sampled_positions(lengths: Int[Array, " B"], tiles: int, block_size: int, stride: int) -> Int32[Array, "B N S"]:

@@ -1,7 +1,7 @@
-"""Block mass through Pallas-Triton: one pass over the keys keeps the log-sum-exp of every sampled query and block.
+"""Block scores through Pallas-Triton: one pass over the keys keeps the largest logit of every sampled query and block.
 
 A program has the sampled queries of some neighbouring tiles of a KV head, all heads of the group, and goes over the
-blocks up to its last tile. It writes one number for each query and block, a `block_size`-th of the scores, and each
+blocks up to its last tile. It writes one number for each query and block, a `block_size`-th of the logits, and each
 query's log-sum-exp over its blocks; XLA takes the powers. Tiles are taken in parts, which bounds memory.
 """
 
@@ -20,19 +20,19 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float32, Int
 
 from tca_jax.errors import Unsupported, require
-from tca_jax.pallas_kernels.block_mass import sampled_positions
+from tca_jax.pallas_kernels.block_scores import sampled_positions
 from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, shared_memory
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
 _MOST_ROWS = 256  # of a program
 _MOST_BYTES = 2**29  # of what a part of the tiles writes
-_UNSEEN = -(2.0**99)  # score of a masked token: a power of two, whose product with any scale is exact
+_UNSEEN = -(2.0**99)  # logit of a masked token: a power of two, whose product with any scale is exact
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockMassConfig:
-    """Tiling of block mass."""
+class BlockScoresConfig:
+    """Tiling of block scores."""
 
     tiles: int  # query tiles of a program
     keys: int  # tokens of a tile of K, a power of two from 16 that divides the block size
@@ -40,42 +40,42 @@ class BlockMassConfig:
     stages: int  # tiles of K in flight in a program
 
 
-def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> BlockMassConfig:
-    """About 64 query rows and up to a block of keys, so that two programs share a multiprocessor."""
+def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> BlockScoresConfig:
+    """About 64 query rows (128 at d = 64) and up to a block of keys, so that two programs share a multiprocessor."""
     most, itemsize = math.gcd(block_size, 128), jnp.dtype(dtype).itemsize
     if itemsize == 4:
         side, warps = full_precision_tile(head_dim)
-        return BlockMassConfig(1, min(most, side), warps, stages=1)
-    tiles = max(1, 64 // rows)
+        return BlockScoresConfig(1, min(most, side), warps, stages=1)
+    tiles = max(1, min(128, 64 * 128 // head_dim) // rows)
     held = max(16, pl.next_power_of_2(tiles * rows))
     for keys, stages in ((128, 3), (128, 2), (128, 1), (64, 1), (32, 1), (16, 1)):
         in_flight = stages * block_size if stages > 1 else keys  # Triton's pipeline holds all tiles of a block at once
         if 2 * (held + in_flight) * head_dim * itemsize <= shared_memory():
             break
-    return BlockMassConfig(tiles, min(most, keys), 8 if held > 64 else 4, stages)
+    return BlockScoresConfig(tiles, min(most, keys), 8 if held * head_dim > 64 * 128 else 4, stages)
 
 
 @partial(jax.jit, static_argnames=("block_size", "stride", "config", "interpret"))
-@jax.named_scope("block_mass")
-def block_mass(
+@jax.named_scope("block_scores")
+def block_scores(
     q: Array,
     k: Array,
     lengths: Array,
     *,
     block_size: int,
     stride: int,
-    config: BlockMassConfig | None = None,
+    config: BlockScoresConfig | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `block_mass.block_mass`. Keys past a row's length are never read."""
+    """See `block_scores.block_scores`. Keys past a row's length are never read."""
     batch, length, kv_heads, head_dim = k.shape
-    check_supported("block_mass", head_dim, q, k, block_size=block_size)
+    check_supported("block_scores", head_dim, q, k, block_size=block_size)
     if length == 0:
         return jnp.zeros((batch, kv_heads, 0, 0), jnp.float32)
     group, blocks = q.shape[2] // kv_heads, cdiv(length, block_size)
     rows = block_size // stride * group
     given = f"{block_size // stride} queries of a tile times {group} heads"
-    require(rows <= _MOST_ROWS, f"block_mass on Triton: {given}: at most {_MOST_ROWS}", Unsupported)
+    require(rows <= _MOST_ROWS, f"block_scores on Triton: {given}: at most {_MOST_ROWS}", Unsupported)
     config = config or default_config(rows, block_size, head_dim, k.dtype)
     held = max(16, pl.next_power_of_2(config.tiles * rows))
     # Parts of as many programs as may write at once.
@@ -90,44 +90,44 @@ def block_mass(
     queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)
     before = jnp.arange(tiles)[:, None] * block_size < lengths[:, None, None]  # tiles that begin before the length
     places = jnp.where(before, positions, -1).reshape(batch, parts * part, -1).repeat(group, axis=-1)
-    kernel = partial(_totals, block_size=block_size, held=held, config=config, interpret=interpret)
+    kernel = partial(_peaks, block_size=block_size, held=held, config=config, interpret=interpret)
 
     def of_part(number: Array) -> Float32[Array, "B Hkv t N"]:
         first = number * part
         own = lax.dynamic_slice_in_dim(queries, first, part, axis=2)
         where = lax.dynamic_slice_in_dim(places, first, part, axis=1)
-        totals, sums = triton_call(
+        peaks, sums = triton_call(
             kernel,
             (own, where, k, lengths, first[None].astype(jnp.int32)),
             [((batch, kv_heads, part, blocks, held), jnp.float32), ((batch, kv_heads, part, held), jnp.float32)],
             grid=(part, kv_heads, batch),
-            name="block_mass",
+            name="block_scores",
             warps=config.warps,
             stages=config.stages,
             interpret=interpret,
         )
-        return _mass(totals, sums, where, config.tiles, block_size)
+        return _shares(peaks, sums, where, config.tiles, block_size)
 
-    masses = lax.map(of_part, jnp.arange(parts, dtype=jnp.int32))  # [parts, B, Hkv, t, N]
-    return jnp.moveaxis(masses, 0, 2).reshape(batch, kv_heads, tiles, blocks)[:, :, :blocks]
+    scores = lax.map(of_part, jnp.arange(parts, dtype=jnp.int32))  # [parts, B, Hkv, t, N]
+    return jnp.moveaxis(scores, 0, 2).reshape(batch, kv_heads, tiles, blocks)[:, :, :blocks]
 
 
-def _mass(
-    totals: Float32[Array, "B Hkv p N held"],
+def _shares(
+    peaks: Float32[Array, "B Hkv p N held"],
     sums: Float32[Array, "B Hkv p held"],
     places: Int[Array, "B p rows"],  # -1: sees nothing
     tiles: int,
     block_size: int,
 ) -> Float32[Array, "B Hkv t N"]:
     """The softmax of each row over its blocks, the largest of the rows of a tile."""
-    batch, kv_heads, part, blocks, _ = totals.shape
+    batch, kv_heads, part, blocks, _ = peaks.shape
     seen = (jnp.arange(blocks)[:, None] <= places[:, :, None] // block_size)[:, None]  # [B, 1, p, N, rows]
-    shares = jnp.where(seen, jnp.exp2(totals - sums[..., None, :])[..., : seen.shape[-1]], 0)
-    mass = shares.reshape(batch, kv_heads, part, blocks, tiles, -1).max(axis=-1)
-    return jnp.moveaxis(mass, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
+    shares = jnp.where(seen, jnp.exp2(peaks - sums[..., None, :])[..., : seen.shape[-1]], 0)
+    largest = shares.reshape(batch, kv_heads, part, blocks, tiles, -1).max(axis=-1)
+    return jnp.moveaxis(largest, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
 
 
-def _totals(
+def _peaks(
     q_ref: Any,
     places_ref: Any,
     k_ref: Any,
@@ -138,10 +138,10 @@ def _totals(
     *,
     block_size: int,
     held: int,
-    config: BlockMassConfig,
+    config: BlockScoresConfig,
     interpret: bool,
 ) -> None:
-    """The log-sum-exp of each row in each block, and that of all blocks, to base 2."""
+    """The largest logit of each row in each block, and the log-sum-exp of these, to base 2."""
     _, _, part, count, head_dim = q_ref.shape
     turn, head, row = (pl.program_id(axis) for axis in range(3))
     program = part - 1 - turn  # the last tiles, which see most, come first
@@ -158,22 +158,18 @@ def _totals(
 
     def one_block(block: Array, state: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
         highest, summed = state
-        peak, total = jnp.full((held,), _UNSEEN, jnp.float32), jnp.zeros((held,), jnp.float32)
+        peak = jnp.full((held,), _UNSEEN, jnp.float32)
         for step in range(steps):
             start = block * block_size + step * config.keys
             where = k_ref.at[row, pl.ds(start, config.keys), head, :]
             token = start + columns
             inside = (token < length)[:, None]
             k = pltriton.load(where, mask=inside, other=0.0) if masked else where[...]
-            scores = dot(q, k, transposed=True)
+            logits = dot(q, k, transposed=True)
             if masked:
-                scores = jnp.where(token[None, :] <= place[:, None], scores, _UNSEEN)
-            higher = jnp.maximum(peak, jnp.max(scores, axis=1))
-            shift = -scale * higher
-            powers = power(scores, scale, jnp.broadcast_to(shift[:, None], scores.shape))
-            total = total * power(peak, scale, shift) + jnp.sum(powers, axis=1)
-            peak = higher
-        found = scale * peak + jnp.log2(total)
+                logits = jnp.where(token[None, :] <= place[:, None], logits, _UNSEEN)
+            peak = jnp.maximum(peak, jnp.max(logits, axis=1))
+        found = scale * peak
         pltriton.store(out_ref.at[row, head, program, block, :], found)
         higher = jnp.maximum(highest, found)
         return higher, summed * power(highest, 1.0, -higher) + power(found, 1.0, -higher)
