@@ -27,7 +27,7 @@ from tca_jax.calibration.repetition import (
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import Encoder, encode_verbatim
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require
 
 RIDGE = 3e-3  # of the Gram matrix's diagonal
 FLOOR = 1e-7  # of targets, before their logarithms
@@ -59,6 +59,7 @@ def pack_texts(lm: Encoder, texts: Iterable[str | Sequence[int]], count: int, to
     """
     opening, packed, text = chat_frame(lm)[0], list[list[int]](), list[int]()
     size = tokens - len(opening)
+    require(size > 0, f"the chat template of {lm.name} takes {len(opening):,} of tokens = {tokens:,}: raise tokens")
     for each in texts:
         ids = encode_verbatim(lm, each, "texts") if isinstance(each, str) else each
         text = [*text, *ids][:size]

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.functional import select
+from tca_jax.functional import checked, select
 from tca_jax.methods.base import last_queries
 from tca_jax.methods.config import TCAConfig
-from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_shapes
+from tca_jax.pallas_kernels.checks import AnyArray, check_shapes
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
 
 _TILE_ELEMENTS = 2**26  # scores of a tile of queries: 256 MiB
@@ -47,12 +47,12 @@ def dropped_mass(
 
     Raises:
         ValueError: a shape is not allowed, or a candidate or length, where known, is out of range.
+        TypeError: something is no array of its type, the types of q and k differ, or `config` is no TCAConfig.
     """
-    check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
-    q, k = jnp.asarray(q), jnp.asarray(k)
-    queries = last_queries(q, as_int32("lengths", lengths), config.num_queries)
-    selected = select(queries, k, candidates, lengths, config)
-    return _dropped_mass(q, k, selected, as_int32("lengths", lengths), config)
+    tokens = {"q": (q, "B L Hq d"), "k": (k, "B L Hkv d")}
+    q, k, candidates, lengths = checked(tokens, candidates, lengths, config)
+    selected = select(last_queries(q, lengths, config.num_queries), k, candidates, lengths, config)
+    return _dropped_mass(q, k, selected, lengths, config)
 
 
 def error_bounds(

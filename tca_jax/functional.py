@@ -53,7 +53,7 @@ def select(
         TypeError: something is no array of its type, or `config` no TCAConfig.
     """
     axes = "B o Hq d" if np.ndim(q_last) == 4 else "B Hq d"
-    queries, *arrays = _checked({"q_last": (q_last, axes), "k": (k, "B L Hkv d")}, candidates, lengths, config)
+    queries, *arrays = checked({"q_last": (q_last, axes), "k": (k, "B L Hkv d")}, candidates, lengths, config)
     queries = queries if queries.ndim == 4 else queries[:, None]
     require(queries.shape[1], f"q_last has shape {q_last.shape}: must hold at least one query of each row")
     return _select(queries, *arrays, config, resolve_backend(backend))
@@ -91,7 +91,7 @@ def attend(
         TypeError: something is no array of its type, the types of q, k and v differ, or `config` is no TCAConfig.
     """
     given = {"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "v": (v, "B L Hkv d")}
-    return _attend(*_checked(given, candidates, lengths, config), config, resolve_backend(backend))
+    return _attend(*checked(given, candidates, lengths, config), config, resolve_backend(backend))
 
 
 @partial(jax.jit, static_argnames=("config", "backend"))
@@ -130,7 +130,7 @@ def _attend(
     return attend_selection(q, k, v, selection, lengths, regions, b, config.window, backend)
 
 
-def _checked(
+def checked(
     tokens: dict[str, tuple[Any, str]], candidates: AnyArray, lengths: AnyArray, config: TCAConfig
 ) -> list[Array]:
     """All arrays, those of tokens by name with their axes; raises UserError where one is not allowed."""
@@ -143,6 +143,7 @@ def _checked(
     one = len({array.dtype for array, _ in tokens.values()}) == 1
     require(one, f"dtypes differ: {given}; must be one and the same", UserTypeError)
     sizes = check_shapes({**tokens, "candidates": (candidates, "Hkv"), "lengths": (lengths, "B")})
+    require(sizes["B"], f"{', '.join(tokens)} have 0 rows: at least one is needed")
     check_range("candidates", candidates, 0, config.num_candidates)
     check_range("lengths", lengths, 1, sizes["L"])
     floats = [jnp.asarray(array) for array, _ in tokens.values()]

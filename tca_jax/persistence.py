@@ -1,7 +1,8 @@
 """Arrays and JSON in a folder that Orbax writes and replaces.
 
-A save makes `<kind>_<N>`, such as `profile_3`, by one rename, and then removes the one before it. A load reads the one
-of the largest number. One process at a time may save into a folder; any number may load from it.
+A save makes `<kind>_<N>`, such as `profile_3`, by one rename, and then removes those before it; a folder of this name
+that holds anything else stays. A load reads the one of the largest number. One process at a time may save into a
+folder; any number may load from it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ def save(kind: str, directory: Any, arrays: Mapping[str, np.ndarray], metadata: 
         folder.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder).free < sum(x.nbytes for x in arrays.values()) + 2**20:  # 1 MiB for other files
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with _silent(), _manager(kind, folder, max_to_keep=1, cleanup_tmp_directories=True) as manager:
-            newest = manager.latest_step()
+        with _silent(), _manager(kind, folder, cleanup_tmp_directories=True) as manager:
+            earlier = manager.all_steps()
             items = {"arrays": ocp.args.StandardSave(dict(arrays)), "metadata": ocp.args.JsonSave(dict(metadata))}
-            manager.save(0 if newest is None else newest + 1, args=ocp.args.Composite(**items))
+            manager.save(step := max(earlier, default=-1) + 1, args=ocp.args.Composite(**items))
+        written, *others = ({entry.name for entry in (folder / f"{kind}_{x}").iterdir()} for x in (step, *earlier))
+        for number, names in zip(earlier, others, strict=True):
+            if names <= written:  # nothing of the user's
+                shutil.rmtree(folder / f"{kind}_{number}", ignore_errors=True)
     except Exception as error:
         number = getattr(error, "errno", None) or errno.EIO
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())

@@ -34,7 +34,7 @@ MANY_TOKENS: Mapping[str, Any] = MappingProxyType(
         "xla_gpu_experimental_enable_fusion_autotuner": False,
     }
 )
-_OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
+OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
 _kept: dict[_Key, Compiled] = {}  # least recently used first
 _compilers = ThreadPoolExecutor(4, thread_name_prefix="tca-jax-compile")
 _lock = threading.Lock()  # several threads may compile at once
@@ -60,7 +60,7 @@ def signature(args: Any) -> _Key:
 
 
 class Program:
-    """A function, compiled for argument shapes, static arguments and `jax_default_matmul_precision`."""
+    """A function, compiled for argument shapes, static arguments, JAX's default device and precision of products."""
 
     def __init__(
         self,
@@ -92,7 +92,8 @@ class Program:
     def _key(self, args: Sequence[Any], static: Mapping[str, Any]) -> _Key:
         model = getattr(args[0], "signature", None)  # kept by a model
         own = signature(args) if model is None else signature(args[1:])
-        return _Key((self, model, own, tuple(sorted(static.items())), _OPTIONS.jax_default_matmul_precision))
+        chosen = OPTIONS.jax_default_matmul_precision, OPTIONS.jax_default_device
+        return _Key((self, model, own, tuple(sorted(static.items())), *chosen))
 
     def _lower(self, args: Sequence[Any], static: Mapping[str, Any]) -> Any:
         function = functools.partial(self.function)  # JAX keeps what it compiled as long as the function lives

@@ -156,12 +156,14 @@ def test_profile_show_has_all_of_predicted_worth(tmp_path):
     profile.save(tmp_path)
     shown = run("profile", "show", tmp_path).stdout
     assert "tiny: predicted worth, 2 layers of 2 KV heads" in shown
-    assert "kept = 0.25: the smallest measured share from which on all hold 97% of the facts" in shown
+    assert re.search(r"kept = 0.25: chosen at calibration, .*\nselected = 0.1: the smallest measured share", shown)
     assert re.search(r"25\.0% +98\.0% +- +\+0\.4%", shown)
     assert re.search(r"10\.0% +30\.0% +\+1\.0% +\+0\.02 +-", shown)
     record = json.loads(run("profile", "show", tmp_path, "--json").stdout)
     assert (record["kept"], record["selected"], record["sources"]) == (0.25, 0.1, list(profile.sources))
     assert record["kept_table"][1] == {"kept": 0.25, "facts": 0.98, "copies": None, "following": 0.004}
+    make_worth_profile(kept=0.5, kept_table=(dict(profile.kept_table[-1], known=1),)).save(tmp_path)
+    assert "(known facts: 1, needed: 32)" in run("profile", "show", tmp_path).stdout
     profile.with_kept(0.2, 0.05).save(tmp_path)
     shown = run("profile", "show", tmp_path).stdout
     assert "kept = 0.2: as it was asked for" in shown

@@ -10,6 +10,7 @@ import commands
 import jax
 import pytest
 from profiles import make_worth_profile
+from serving import TEMPLATE
 from tiny import TCA, write_checkpoint
 
 import tca_jax
@@ -18,10 +19,6 @@ from tca_jax.cli.chat import chat
 
 pytestmark = pytest.mark.usefixtures("in_work")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 SHORT = {"max_new_tokens": 6}
 run, error = (functools.partial(each, stdin="Who?\n") for each in (commands.run, commands.error))
 both = pytest.mark.parametrize(

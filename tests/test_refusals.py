@@ -32,6 +32,8 @@ Q, K = np.zeros((1, 32, 2, 8), np.float32), np.zeros((1, 32, 1, 8), np.float32)
 ROWS, LENGTHS = np.array([0]), np.array([32])
 USER = {"role": "user", "content": "hello"}
 HALF = "random:share=0.5"
+CALLS = tca_jax.generate, tca_jax.stream, tca_jax.calibrate, functools.partial(score_answers, answers=[["x"]])
+TCA = functools.partial(methods.get, "tca", config=CONFIG)
 
 
 @functools.cache
@@ -54,8 +56,8 @@ def written(template=None):
 
 
 @functools.cache
-def sparse():
-    return with_candidates(lm(), [[0, 6], [14, 3]])
+def sparse(candidates=((0, 6), (14, 3)), **fields):
+    return with_candidates(lm(**fields), candidates)
 
 
 @functools.cache
@@ -78,6 +80,10 @@ def tokens(tokens=((1, 2, 3, 4),), lengths=(4,), **options):
 
 def generate(prompt="abc", model=None, **options):
     return tca_jax.generate(model or written(), prompt, **options)
+
+
+def go_on(model, **fields):
+    return generate([1], model, context=context(**fields))
 
 
 def encode(prompts, template="{{ messages[0]['content'] }}"):
@@ -103,9 +109,13 @@ WRONG_TYPES = [
     (lambda: attend(k=None), "k is of type NoneType: must be a JAX or NumPy array"),
     (lambda: attend(config={}), "config is of type dict: must be a TCAConfig"),
     (lambda: select(q=[[0.0]]), "q_last is of type list: must be a JAX or NumPy array"),
-    (lambda: tca_jax.generate(None, "x"), "lm is of type NoneType: must be an LM, from tca_jax.load"),
-    (lambda: tca_jax.stream(None, "x"), "lm is of type NoneType: must be an LM, from tca_jax.load"),
-    (lambda: tca_jax.calibrate(None, "x"), "lm is of type NoneType"),
+    *((functools.partial(f, None, "x"), "lm is of type NoneType: must be an LM, from tca_jax.load") for f in CALLS),
+    (lambda: context().on("x"), "lm is of type str: must be an LM, from tca_jax.load"),
+    (lambda: score_answers(lm(), [1, 2], [["b"], ["c"]]), "prompts is a single one: must be a list of texts, chats or"),
+    (lambda: score_answers(lm(), ["q: "], ["yes"]), r"answers\[0\] is a single one: must be a list of texts, chats or"),
+    (lambda: tca_jax.diagnostics.dropped_mass(Q, K, ROWS, LENGTHS, None), "config is of type NoneType: must be a TCAC"),
+    (lambda: tokens(key=0), "key is of type int: must be a single key of jax.random.key or jax.random.PRNGKey: "),
+    (lambda: tokens(stop_tokens=5), "stop_tokens = 5: must be a sequence of token ids, or None"),
     (lambda: tokens(sampling=0.7), "sampling is of type float: must be a Sampling"),
     (lambda: tokens([[1.0] * 4]), "tokens has dtype float32: must be integers"),
     (lambda: tca_jax.load(b"recall-tiny"), "name_or_path is of type bytes: must be a string or a path"),
@@ -143,12 +153,15 @@ WRONG_VALUES = [
     (lambda: attend(k=np.zeros((1, 32, 3, 8), np.float32)), "v has shape"),
     (lambda: attend(k=K.repeat(3, 2), v=K.repeat(3, 2), rows=np.zeros(3, int)), "2 query heads and 3 KV heads"),
     (lambda: attend(backend="cuda"), r"backend = 'cuda': must be one of \['auto', "),
+    (lambda: attend(Q[:0], K[:0], K[:0], lengths=LENGTHS[:0]), "q, k, v have 0 rows: at least one is needed"),
     (lambda: select(q=Q[:, :0]), r"q_last has shape \(1, 0, 2, 8\): must hold at least one query"),
     (lambda: tca_jax.diagnostics.dropped_mass(Q, K, np.array([5]), LENGTHS, CONFIG), r"candidates = \[5\]"),
     (lambda: tca_jax.candidate_budgets(CONFIG, -1), "num_blocks = -1: must be an integer of at least 0"),
     (lambda: tokens(lengths=[99]), r"lengths = \[99\]: must lie in \[1, 4\]"),
     (lambda: tokens(np.ones((1, 4096), int), [4095]), r"lengths = \[4095\]: must lie in \[1, 4094\]"),
     (lambda: tokens(np.ones((1, 0), int), [1]), "an empty prompt; at least one token is needed"),
+    (lambda: tokens(np.ones((0, 4), int), ROWS[:0]), r"\(0, 4\): no prompt or an empty prompt; at least one token is"),
+    (lambda: tokens(stop_tokens=[10**12]), r"stop_tokens holds token id 1000000000000: ids of tiny lie in \[0, 97\)"),
     (lambda: tokens(np.ones((2, 8), int), [8]), r"lengths has shape \(1,\): must be \[B = 2\]"),
     (lambda: tokens([[1, 2, 97, 300]], [3]), r"tokens\[0, 2\] is token id 97: ids of tiny lie in \[0, 97\)"),
     (lambda: tokens(max_new_tokens=4096), "max_new_tokens = 4096: must leave room for a prompt in the 4096 positions"),
@@ -174,15 +187,9 @@ WRONG_VALUES = [
         )
     ),
     # methods
-    (lambda: methods.get("tca", candidates=[[1, 5]], config=CONFIG), r"candidates\[0\]\[1\] = 5: must lie in \[0, 4\]"),
-    (
-        lambda: methods.get("tca", candidates=[[1, 2]], config=CONFIG).validate_for(1, 3),
-        "has 1 layers of 2 KV heads: must be 1 of 3",
-    ),
-    (
-        lambda: methods.get("tca", candidates=[[1, 2], [3]], config=CONFIG).validate_for(2, 2),
-        "candidates: .*inhomogeneous",
-    ),
+    (lambda: TCA(candidates=[[1, 5]]), r"candidates\[0\]\[1\] = 5: must lie in \[0, 4\]"),
+    (lambda: TCA(candidates=[[1, 2]]).validate_for(1, 3), "has 1 layers of 2 KV heads: must be 1 of 3"),
+    (lambda: TCA(candidates=[[1, 2], [3]]).validate_for(2, 2), "candidates: .*inhomogeneous"),
     (lambda: methods.get("fulll"), r"method 'fulll' is not registered: must be one of \[.*\(nearest: full"),
     (lambda: methods.get("full", sinks=3), r"options of method 'full': .* 'sinks'; it takes \(\)"),
     (lambda: methods.get("full+full+full"), "at most two methods can be joined"),
@@ -265,23 +272,11 @@ WRONG_VALUES = [
         lambda: generate([1] * 50, lm(), context=context(4000, eos_token_ids=()), max_new_tokens=47),
         r"prompts\[0\] has 50 tokens behind a context of 4000; with max_new_tokens = 47 that is 4097",
     ),
-    (
-        lambda: generate([1], with_candidates(lm(seed=1), [[0, 6], [14, 3]]), context=context()),
-        "context was made by model 'tiny', whose weights .* of 'tiny'",
-    ),
-    (lambda: generate([1], lm(), context=context()), "made under method 'tca', and 'tiny' runs under 'full'"),
-    (
-        lambda: generate([1], with_candidates(lm(), [[0, 0], [0, 0]]), context=context()),
-        "method 'tca' with other options or budgets, and 'tiny' runs under",
-    ),
-    (
-        lambda: generate([1], dataclasses.replace(sparse(), kv="fp8"), context=context()),
-        "holds float32 and the cache of 'tiny' float8_e4m3fn: .*without kv",
-    ),
-    (
-        lambda: generate([1], lm(), context=context(kv="fp8")),
-        "holds float8_e4m3fn and the cache of 'tiny' float32: .*with kv='fp8'",
-    ),
+    (lambda: go_on(sparse(seed=1)), "context was made by model 'tiny', whose weights .* of 'tiny'"),
+    (lambda: go_on(lm()), "made under method 'tca', and 'tiny' runs under 'full'"),
+    (lambda: go_on(sparse(((0, 0),) * 2)), "method 'tca' with other options or budgets, and 'tiny' runs under"),
+    (lambda: go_on(sparse(kv="fp8")), "holds float32 and the cache of 'tiny' float8_e4m3fn: .*without kv"),
+    (lambda: go_on(lm(), kv="fp8"), "holds float8_e4m3fn and the cache of 'tiny' float32: .*with kv='fp8'"),
 ]
 
 

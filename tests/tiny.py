@@ -24,25 +24,11 @@ from tca_jax.models.rope import RopeConfig
 from tca_jax.pallas_kernels.kv import decode, empty, encode
 from tca_jax.pallas_kernels.numerics import round_up
 
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    max_positions=4096,
-    tie_embeddings=False,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    rope=RopeConfig(type="default", theta=10000.0),
-    dtype_name="float32",
-)
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4}
+SIZES |= {"num_kv_heads": 2, "head_dim": 16, "max_positions": 4096}
+WITHOUT = dict.fromkeys(("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
+ROPE = RopeConfig(type="default", theta=10000.0)
+CONFIG = ModelConfig("llama", rms_norm_eps=1e-5, dtype_name="float32", rope=ROPE, **SIZES, **WITHOUT)
 TCA = tca_jax.TCAConfig(block_size=8, window=16)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tca_jax.cli import spare_one_ctrl_c
+from tca_jax.cli.files import require_writable
 from tca_jax.cli.models import opened
 from tca_jax.cli.options import LARGEST, ModelArgument, ModelOptions, with_options
 from tca_jax.errors import require
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     from tca_jax.serve.server import Settings
 
 _GB = 10**9
+_KEY = "TCA_JAX_API_KEY"
+
+
+def _keys(given: list[str] | None) -> list[str]:
+    """Keys as they are given, or the one of the environment, which Click would split at white space."""
+    return given or [key for key in [os.environ.get(_KEY)] if key is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +41,8 @@ class ServingOptions:
         list[str] | None,
         typer.Option(
             help="Key that requests must have; may be repeated. TCA_JAX_API_KEY keeps it out of lists of processes.",
-            envvar="TCA_JAX_API_KEY",
             show_default="no key",
+            callback=_keys,
         ),
     ] = None
     model_name: Annotated[
@@ -68,7 +75,10 @@ class ServingOptions:
         needed = ("starlette", "uvicorn", "prometheus_client", "llguidance")
         missing = [name for name in needed if find_spec(name) is None]
         require(not missing, f"tca-jax serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-        require(all(self.api_key or ()), "--api-key '': must not be empty")
+        remedy = "must not be blank; give none for a server without keys"
+        require(all(key.strip() for key in self.api_key or ()), f"--api-key '', or {_KEY}: {remedy}")
+        if self.disk is not None:
+            require_writable(self.disk, "--disk")
 
     def engine(self, model: str, running: ModelOptions) -> Engine:
         """An engine for a model, whose weights are read; the caller closes it."""
@@ -86,8 +96,9 @@ class ServingOptions:
         from tca_jax.serve.server import Settings
 
         name = self.model_name or (Path(model).resolve().name if Path(model).exists() else model)
+        keys = tuple(key.strip() for key in self.api_key or ())
         same = {name: getattr(self, name) for name in ("max_waiting", "max_tokens", "timeout", "grace")}
-        return Settings(name, tuple(self.api_key or ()), max_body=int(self.max_body * 10**6), **same)
+        return Settings(name, keys, max_body=int(self.max_body * 10**6), **same)
 
 
 @with_options

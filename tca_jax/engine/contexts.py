@@ -218,6 +218,7 @@ class Context:
         Raises:
             ValueError: it belongs to another model or method, or devices share its rows and KV heads in another way.
         """
+        require_lm(lm)
         self.require_made_by(lm)
         if not isinstance(self.rows.start, np.ndarray):
             return self

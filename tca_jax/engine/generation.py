@@ -314,6 +314,7 @@ class Answers:
         """Answers and costs so far."""
         answers, steps, state, lm = self.read(), self.steps, self.state, self.lm
         new_tokens = [len(answer.tokens) for answer in answers]
+        raised = np.zeros((1, 1)) if (scored := state.cache.scored) is None else on_host(scored.raised)
         stats = Stats(
             prompt_tokens=[len(ids) for ids in self.prompts.ids],
             new_tokens=new_tokens,
@@ -326,7 +327,7 @@ class Answers:
             attended_share=float(np.mean(on_host(state.attended_share))),
             context_tokens=self.prompts.starts if self.prompts.context_columns else [],
             devices=1 if lm.mesh is None else lm.mesh.size,
-            raised_layers=0 if (scored := state.cache.scored) is None else int(on_host(scored.raised).sum()),
+            raised_layers=int((raised if lm.mesh is None else raised.max(axis=1)).sum()),  # "model" shares layers
         )
         reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
         own, top = on_host((state.logprobs, state.top))

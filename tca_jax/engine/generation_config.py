@@ -100,7 +100,7 @@ class GenerationConfig:
         check_seed("seed", self.seed)
         allowed = f"must be at most max_new_tokens = {self.max_new_tokens}"
         require(self.min_new_tokens <= self.max_new_tokens, f"min_new_tokens = {self.min_new_tokens}: {allowed}")
-        held: dict[str, Any] = {"stop": _stop_strings(self.stop), "stop_token_ids": _stop_tokens(self.stop_token_ids)}
+        held: dict[str, Any] = {"stop": _stop_strings(self.stop), "stop_token_ids": check_stop_ids(self.stop_token_ids)}
         held |= {name: int(getattr(self, name)) for name in ("max_new_tokens", "min_new_tokens", "num_samples", "seed")}
         held |= {name: _number(name, getattr(self, name)) for name in _ALLOWED}
         for name, value in held.items():
@@ -171,13 +171,13 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return strings
 
 
-def _stop_tokens(ids: Any) -> tuple[int, ...] | None:
+def check_stop_ids(ids: Any, name: str = "stop_token_ids") -> tuple[int, ...] | None:
     if ids is None:
         return None
-    wrong = f"stop_token_ids = {ids!r}: must be a sequence of token ids, or None"
+    wrong = f"{name} = {ids!r}: must be a sequence of token ids, or None"
     require(isinstance(ids, Iterable), wrong, UserTypeError)
     ids = tuple(ids)
     for token in ids:
         known = isinstance(token, numbers.Integral) and not isinstance(token, bool)
-        require(known, f"stop_token_ids holds {token!r}: must be token ids")
+        require(known, f"{name} holds {token!r}: must be token ids")
     return tuple(map(int, ids))

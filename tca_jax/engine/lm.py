@@ -241,23 +241,33 @@ class LM:
             return self.with_method(BASELINE)
         require_type("profile", profile, ProfileLike, "a Profile, as tca_jax.Profile.load gives it, or None")
         profile.validate_for(self.config, self.fingerprint, self.name)
-        return dataclasses.replace(self.with_method(profile.method()), settings=profile.settings())
+        return self.with_method(profile.method())._with(settings=profile.settings())
 
-    @functools.cached_property
+    @property
     def for_programs(self) -> LM:
         """The model without the fields that programs ignore, so that another tokenizer or name compiles nothing."""
+        return self if "is_for_programs" in vars(self) else self._for_programs
+
+    @functools.cached_property
+    def _for_programs(self) -> LM:
         method = dataclasses.replace(self.method, cache=self.method.cache.for_programs())
         lm = self._with(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None, method=method)
         if lm.mesh is None and isinstance(lm.params, nnx.State):
             lm = lm._with(params=nnx.to_pure_dict(lm.params))  # whose leaves are found faster
-        vars(lm)["for_programs"] = lm
+        vars(lm)["is_for_programs"] = True  # the model itself would be a cycle, which keeps the weights
         return lm
 
     # A program looks at all weights that it gets, which takes milliseconds for those of a deep model.
 
     @functools.cached_property
     def signature(self) -> Any:
-        """Structure and shapes of the model as an argument of programs, computed once."""
+        """Structure and shapes of the model as an argument of programs. ValueError where JAX computes elsewhere."""
+        default: Any = programs.OPTIONS.jax_default_device or jax.local_devices()[0]  # or the name of a platform
+        committed = [leaf.devices() for leaf in jax.tree.leaves(self.params) if getattr(leaf, "committed", False)]
+        elsewhere = [devices for devices in committed if devices != {default}] if self.mesh is None else []
+        remedy = 'load with mesh=jax.make_mesh((1, 1), ("data", "model"), devices=[...]), or set jax_default_device'
+        where = f"weights lie on {elsewhere[:1]}, and JAX's default device is {default}: {remedy}"
+        require(isinstance(default, str) or not elsewhere, where)
         return programs.signature(self)
 
     @functools.cached_property

@@ -529,7 +529,8 @@ def _put(x: Array, new: Array, *place: Any) -> Array:
     if place[0] is None:
         return new.astype(x.dtype)
     new = new.astype(x.dtype).reshape(*(1,) * (x.ndim - new.ndim), *new.shape)
-    return jax.lax.dynamic_update_slice(x, new, (*place, *(0,) * (x.ndim - len(place))), allow_negative_indices=False)
+    place = *(jnp.asarray(p, jnp.int32) for p in place), *(jnp.int32(0),) * (x.ndim - len(place))  # one type with x64
+    return jax.lax.dynamic_update_slice(x, new, place, allow_negative_indices=False)
 
 
 def _read_first(pool: Any, numbers: Array) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -102,15 +104,55 @@ def require_positions(
 def decode_continuation(lm: Encoder, tokens: Sequence[int], *, special: bool = False) -> str:
     """Text of tokens that follow others; `special` ones are included or left out."""
     tokenizer = _tokenizer(lm, "text")
-    anchor, text = _anchor(tokenizer)
-    return tokenizer.decode([*anchor, *tokens], skip_special_tokens=not special)[len(text) :]
+    anchor, before, values = _anchor(tokenizer)
+
+    def decode(ids: Iterable[int]) -> str:
+        return tokenizer.decode([*anchor, *ids], skip_special_tokens=not special)[len(before) :]
+
+    if "\ufffd" not in (text := decode(tokens)) or not values:
+        return text
+    # `tokenizers` replaces all bytes of a run where one character is not complete.
+    runs = itertools.groupby(tokens, values.__contains__)
+    return "".join(bytes(values[i] for i in run).decode(errors="replace") if own else decode(run) for own, run in runs)
 
 
 @functools.lru_cache(maxsize=8)
-def _anchor(tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    """Tokens of a letter, and their text, to put before tokens: SentencePiece drops the first space of a text."""
-    ids = tuple(tokenizer("a", add_special_tokens=False)["input_ids"])
-    return ids, tokenizer.decode(list(ids))
+def _anchor(tokenizer: Any) -> tuple[tuple[int, ...], str, dict[int, int]]:
+    """Tokens of a letter to put before others, since SentencePiece drops a first space; their text; values of bytes."""
+    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    vocabulary: Any = getattr(tokenizer, "get_vocab", dict)()
+    values = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
+    return tuple(ids), tokenizer.decode(ids), values if len(values) == 256 else {}
+
+
+@functools.cache
+def _byte_values() -> dict[str, int]:
+    """The byte of each character of byte-level vocabularies."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+@functools.lru_cache(maxsize=2**18)
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The bytes of a token; a character may need several tokens."""
+    if token in tokenizer.all_special_ids:
+        return tokenizer.decode([token]).encode()
+    piece = tokenizer.convert_ids_to_tokens(token) or ""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if "ByteLevel" in repr(decoder) and all(character in _byte_values() for character in piece):
+        return bytes(_byte_values()[character] for character in piece)
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's fallback
+        return bytes.fromhex(byte[1])
+    return piece.replace("\u2581", " ").encode()
+
+
+def shown_token(own: bytes) -> str:
+    """A token's text; a part of a character is "bytes:" and its bytes, as in OpenAI's answers."""
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 def pad_tokens(

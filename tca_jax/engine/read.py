@@ -33,7 +33,7 @@ from tca_jax.models.sharding import DATA, axis_size, layer_chunks
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import cdiv
-from tca_jax.programs import MANY_TOKENS, Program
+from tca_jax.programs import MANY_TOKENS, OPTIONS, Program
 
 
 def empty_rows(lm: LM, rows: int, widths: Widths, pages: int, dtype: Any) -> Rows:
@@ -92,11 +92,11 @@ class Calls:
 
     def number(self, value: int, mesh: Mesh | None) -> Int[Array, ""]:
         """A number as programs take it."""
-        return runtime_number(value) if self.traced else _on_devices(value, mesh)
+        return runtime_number(value) if self.traced else _on_devices(value, mesh, OPTIONS.jax_default_device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _on_devices(value: int, mesh: Mesh | None) -> Int[Array, ""]:
+def _on_devices(value: int, mesh: Mesh | None, _: Any) -> Int[Array, ""]:
     """A number where programs read it, and where it stays: a copy for each call takes longer than the call."""
     return jnp.int32(value) if mesh is None else place(SAME, jnp.int32(value), mesh)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +17,10 @@ from tca_jax.engine.extend import Where, aligned, feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import ROWS, WEIGHTS, OverMesh, mean_of_devices, on_host, rows_of_device
 from tca_jax.engine.prompt_rows import Prompts
-from tca_jax.engine.prompts import Prompt, encode_continuation, encode_prompt, encode_prompts, pad_tokens
+from tca_jax.engine.prompts import Prompt, encode_continuation, encode_prompt, encode_prompts, is_single, pad_tokens
 from tca_jax.engine.read import OUT, Calls, Layers, require_finite
 from tca_jax.engine.sampling import pairs
-from tca_jax.errors import check_integer, require
+from tca_jax.errors import UserTypeError, check_integer, require, require_type
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.programs import Program
@@ -186,6 +186,10 @@ def score_answers(
             model or method; raised before anything is compiled. Or the model computes NaN or infinity, with the layer.
         TypeError: an argument is of a wrong type.
     """
+    require_lm(lm)
+    require_type("answers", answers, Collection, "a list with a list of answers for each prompt")
+    for name, x in {"prompts": prompts, **{f"answers[{i}]": own for i, own in enumerate(answers)}}.items():
+        require(not is_single(x, name), f"{name} is a single one: must be a list of texts, chats or ids", UserTypeError)
     kernels = resolve_backend(backend)
     counts = [len(of_prompt) for of_prompt in answers]
     same = len(prompts) == len(counts) and len(set(counts)) == 1 and all(counts)

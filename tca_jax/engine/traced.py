@@ -13,12 +13,13 @@ from jaxtyping import Array, Int, Key
 
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.decode import DecodingState, Steps, begin_program, row_keys, steps_program
+from tca_jax.engine.generation_config import check_stop_ids
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import any_row, rows_of_device
 from tca_jax.engine.prompts import bucket_length, check_token_ids
 from tca_jax.engine.read import Calls, read
 from tca_jax.engine.sampling import Sampling
-from tca_jax.errors import check_integer, require, require_type
+from tca_jax.errors import UserTypeError, check_integer, explaining, require, require_type
 from tca_jax.methods.base import UNBOUNDED
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
@@ -41,7 +42,7 @@ def generate_tokens(
         lm: The model, from `tca_jax.load`.
         tokens: Prompts, right-padded, int32 `[B, L]`. What the padding holds does not matter.
         lengths: True lengths, int32 `[B]`, from 1 to L. Traced: other lengths run the same program.
-        key: A typed PRNG key (`jax.random.key`). Row i draws with `fold_in(key, i)`.
+        key: A PRNG key, of `jax.random.key` or of `jax.random.PRNGKey`. Row i draws with `fold_in(key, i)`.
         max_new_tokens: Length of the answers; static, and compiled for in buckets, as prompts are.
         sampling: How tokens are drawn; greedy by default. Its numbers are traced.
         stop_tokens: Tokens that end a row; None takes the model's own, () never stops early. Static.
@@ -52,14 +53,17 @@ def generate_tokens(
 
     Raises:
         ValueError: a shape or size is not allowed, or a length or token that is known; names the argument.
-        TypeError: tokens or lengths are no integers, `lm` is no LM, or `sampling` no Sampling.
+        TypeError: tokens or lengths are no integers, `lm` is no LM, `sampling` no Sampling, or `key` no single key.
     """
     require_lm(lm)
     require_type("sampling", sampling, Sampling, "a Sampling")
     kernels = resolve_backend(backend)
     tokens, lengths = as_int32("tokens", tokens), as_int32("lengths", lengths)
     sizes = check_shapes({"tokens": (tokens, "B L"), "lengths": (lengths, "B")})
-    require(sizes["L"], f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
+    require(tokens.size, f"tokens has shape {tokens.shape}: no prompt or an empty prompt; at least one token is needed")
+    one = f"key is of type {type(key).__name__}: must be a single key of jax.random.key or jax.random.PRNGKey"
+    with explaining(one, error=UserTypeError):
+        jax.eval_shape(jax.random.fold_in, key, 0)
     rows = rows_of_device(lm, sizes["B"], "rows of tokens")
     positions = lm.config.max_context
     check_integer("max_new_tokens", max_new_tokens, at_least=1)
@@ -71,7 +75,8 @@ def generate_tokens(
         ids, real = np.asarray(tokens), np.arange(sizes["L"]) < np.asarray(lengths)[:, None]
         for row, column in np.argwhere(real & ((ids < 0) | (ids >= lm.config.vocab_size)))[:1]:
             check_token_ids(lm, [int(ids[row, column])], f"tokens[{row}, {column}] is")
-    stops = tuple(int(t) for t in (lm.eos_token_ids if stop_tokens is None else stop_tokens))
+    stops = check_stop_ids(stop_tokens, "stop_tokens")
+    stops = lm.eos_token_ids if stops is None else tuple(check_token_ids(lm, list(stops), "stop_tokens holds"))
     room, limit = bucket_length(max_new_tokens), jnp.int32(max_new_tokens)
     layout = lm.cache_layout(rows, sizes["L"], room - 1)
     given = lm.for_programs, tokens, lengths, key, sampling, limit

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import shutil
 import time
 from collections import OrderedDict
@@ -313,11 +314,12 @@ class Documents:
         """Stored documents, oldest first. A damaged entry is skipped, with a line in the log."""
         self._folder.mkdir(parents=True, exist_ok=True)
         found = []
-        for folder in sorted(self._folder.glob("doc-*")):
-            if not (folder / _ENTRY).exists():  # by an engine that was killed
-                shutil.rmtree(folder, ignore_errors=True)
-                continue
+        for folder in sorted(each for each in self._folder.iterdir() if re.fullmatch("doc-[0-9a-f]{24}", each.name)):
             try:
+                if not (folder / _ENTRY).exists():
+                    if {each.name for each in folder.iterdir()} <= {_CONTEXT}:  # by an engine that was killed
+                        shutil.rmtree(folder, ignore_errors=True)
+                    continue
                 fields = json.loads((folder / _ENTRY).read_text())
                 tokens = np.asarray(fields["tokens"], np.int32).tolist()
                 parts, created = tuple(fields["parts"]), float(fields["created"])

@@ -231,7 +231,8 @@ class Engine(AbstractContextManager["Engine"]):
                 fails if it raises. While an answer of the batch has one, no step is dispatched before the tokens of the
                 last one are known.
             keep: Whether document, prompt and answer become a document, for another turn: `Completion.document`. The
-                last token, which was drawn and not fed, is not part of it.
+                last token, which was drawn and not fed, is not part of it. Not with `stop`, which is found in the text
+                when tokens after it have been fed.
             **options: Fields of `GenerationConfig`, which replace those of `config`.
 
         Returns:
@@ -246,6 +247,8 @@ class Engine(AbstractContextManager["Engine"]):
         require(samples == 1, f"num_samples = {samples}: must be 1; ask once for each answer, by its number as sample")
         check_integer("sample", sample, at_least=0)
         check_flag("keep", keep)
+        ends = f"stop = {config.stop!r} with keep: tokens after it would be kept; use stop_token_ids"
+        require(not (keep and config.stop), ends)
         is_mask = mask is None or callable(mask)
         require(is_mask, f"mask is of type {type(mask).__name__}: must be callable, or None", UserTypeError)
         if document is None:

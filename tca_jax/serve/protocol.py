@@ -15,9 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tca_jax.engine.generation_config import GenerationConfig
+from tca_jax.engine.prompts import shown_token, token_bytes
 from tca_jax.errors import Unsupported, UserError, explaining
 from tca_jax.serve.engine import DocumentInUse, EngineEnded, UnknownDocument
 from tca_jax.serve.streams import Completion
@@ -392,7 +392,7 @@ class Text(Chat):
         if completion.logprobs is None:
             return None
         own, top = [token_bytes(self._tokenizer, token) for token in completion.tokens], completion.top_logprobs
-        special, decoder = self._tokenizer.all_special_ids, codecs.getincrementaldecoder("utf-8")("ignore")
+        special, decoder = self._tokenizer.all_special_ids, codecs.getincrementaldecoder("utf-8")("replace")
         visible = (b"" if token in special else each for token, each in zip(completion.tokens, own, strict=True))
         complete = itertools.accumulate((len(decoder.decode(each)) for each in visible), initial=0)  # characters
         likeliest = []  # with the place's own, by text; of equal texts the likelier
@@ -410,28 +410,3 @@ class Text(Chat):
         return {"text": text}
 
     _delta = _answer
-
-
-#: The byte of each character of byte-level vocabularies.
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
-
-
-def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The bytes of a token; a character may need several tokens."""
-    if token in tokenizer.all_special_ids:
-        return tokenizer.decode([token]).encode()
-    piece = tokenizer.convert_ids_to_tokens(token) or ""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    if "ByteLevel" in repr(decoder) and all(character in _BYTES for character in piece):
-        return bytes(_BYTES[character] for character in piece)
-    if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's fallback
-        return bytes.fromhex(byte[1])
-    return piece.replace("\u2581", " ").encode()
-
-
-def shown_token(own: bytes) -> str:
-    """A token's text; a part of a character is "bytes:" and its bytes, as in OpenAI's answers."""
-    try:
-        return own.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)

@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from tca_jax.engine.contexts import DocumentTemplate
 from tca_jax.engine.generation_config import GenerationConfig
@@ -56,16 +56,20 @@ class Settings:
     max_tokens: int = 4096  # of an answer
     default_tokens: int = 512  # of an answer to a chat that names no number
     max_body: int = 64 * 2**20  # bytes of a request
-    body_seconds: float = 60.0  # until it has arrived
+    body_seconds: float = 60.0  # until it has arrived, and until a client takes a piece of an answer
     timeout: float = 600.0  # seconds until an answer is cancelled, waiting included
     grace: float = 10.0  # seconds at the end for running answers, then for documents that are being stored
 
 
 class Answers:
-    """The answers of one request. `close` must be called: it cancels those that have not ended."""
+    """The answers of one request, within `seconds`. `close` must be called: it cancels those that have not ended."""
 
-    def __init__(self, metrics: Metrics, prompts: Sequence[tuple[Prompt, GenerationConfig]], samples: int) -> None:
-        self._metrics, self._prompts, self._samples = metrics, prompts, samples
+    def __init__(
+        self, metrics: Metrics, prompts: Sequence[tuple[Prompt, GenerationConfig]], samples: int, seconds: float
+    ) -> None:
+        self._metrics, self._prompts, self._samples, self._seconds = metrics, prompts, samples, seconds
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        self._changed, self._is_ending = asyncio.Queue[int](), False
         self.streams: list[Stream] = []
         self.completions: dict[int, Completion] = {}  # of those that have ended
         self.rows = samples * len(prompts)
@@ -78,33 +82,45 @@ class Answers:
             for i in range(self.rows):
                 (document, tokens), config = self._prompts[i // self._samples]
                 self.streams.append(engine.ask(document, tokens, config, sample=i, mask=mask and mask()))
+                if self not in self._metrics.open:  # nobody waits any more
+                    self.streams[-1].cancel()
 
         try:
-            await run_in_threadpool(begin)
+            begun = asyncio.ensure_future(run_in_threadpool(begin))  # waits for the engine's thread
+            begun.add_done_callback(lambda _: self._changed.put_nowait(0))
+            await self._next()
+            await begun
         except BaseException:
             self.close()
             raise
 
-    async def pieces(self, seconds: float) -> AsyncIterator[tuple[int, str | Completion]]:
-        """Pieces of text of each answer, and its completion. RequestError after `seconds`, or if the server ends."""
-        loop, changed, sent = asyncio.get_running_loop(), asyncio.Queue[int](), [0] * self.rows
+    async def _next(self) -> int:
+        """The number of the next answer that has changed. RequestError past the deadline, or if the server ends."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                index = await self._changed.get()
+        except TimeoutError:
+            most = f"the answer took more than {self._seconds:g} seconds, the most that are allowed"
+            raise RequestError(most, status=504) from None
+        if self not in self._metrics.open:
+            raise ClientDisconnect
+        require_field(not self._is_ending, None, "the server is shutting down", status=503)
+        return index
+
+    async def pieces(self) -> AsyncIterator[tuple[int, str | Completion]]:
+        """Pieces of text of each answer, and its completion. RequestError past the deadline, or if the server ends."""
+        loop, changed, sent = asyncio.get_running_loop(), self._changed, [0] * self.rows
 
         def notify(index: int) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(changed.put_nowait, index)
 
-        most = f"the answer took more than {seconds:g} seconds, the most that are allowed"
-        deadline = loop.time() + seconds
         with contextlib.ExitStack() as listening:
             for index, stream in enumerate(self.streams):
                 listening.enter_context(stream.listening(functools.partial(notify, index)))
                 changed.put_nowait(index)
             while len(self.completions) < self.rows:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        now = {await changed.get()}
-                except TimeoutError:
-                    raise RequestError(most, status=504) from None
+                now = {await self._next()}
                 while not changed.empty():
                     now.add(changed.get_nowait())
                 for index in sorted(now - self.completions.keys()):
@@ -113,8 +129,6 @@ class Answers:
                     if piece:
                         yield index, piece
                     if end is not None:
-                        if self not in self._metrics.open:
-                            raise ClientDisconnect
                         ended = end.finish_reason != "cancelled"
                         require_field(ended, None, "the server is shutting down", status=503)
                         self.completions[index] = end
@@ -129,7 +143,9 @@ class Answers:
         return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
 
     def cancel(self) -> None:
-        """Ends those that have not ended; the client gets an error."""
+        """Ends those that have not ended; the client gets an error, also while the engine is busy."""
+        self._is_ending = True
+        self._changed.put_nowait(0)  # `_next` looks at why
         for stream in self.streams:
             stream.cancel()
 
@@ -291,10 +307,12 @@ class Server:
         require_field(rows <= most, "n", f"n = {rows} answers: at most {most} may wait or be written")
         busy = f"{held} answers wait or are written, and {rows} more are requested: at most {most} may; try again later"
         require_field(held + rows <= most, None, busy, status=429, code="rate_limit_exceeded")
-        answers = Answers(self._metrics, begun, wanted.n)
+        answers = Answers(self._metrics, begun, wanted.n, self._settings.timeout)
         await answers.begin(self._engine, mask)
         if wanted.stream:
-            return _Events(self._events(answers, form, wanted.stream_options.include_usage), answers)
+            return _Events(
+                self._events(answers, form, wanted.stream_options.include_usage), answers, self._settings.body_seconds
+            )
 
         async def close_when_gone() -> None:  # all of the request's body has been read
             while (await request.receive())["type"] != "http.disconnect":
@@ -303,7 +321,7 @@ class Server:
 
         gone = asyncio.ensure_future(close_when_gone())
         try:
-            async for _ in answers.pieces(self._settings.timeout):
+            async for _ in answers.pieces():
                 pass
         finally:
             gone.cancel()
@@ -314,7 +332,7 @@ class Server:
         for first in form.begin(answers.rows):
             yield _event(first)
         try:
-            async for index, piece in answers.pieces(self._settings.timeout):
+            async for index, piece in answers.pieces():
                 yield _event(form.event(index, piece))
             if include_usage:
                 yield _event(form.usage(answers.usage()))
@@ -325,6 +343,8 @@ class Server:
     def _max_tokens(self, wanted: ChatRequest | CompletionRequest, document: str | None, tokens: list[int]) -> int:
         """Most tokens of an answer: as requested, or a default within the model's positions."""
         most, given = self._settings.max_tokens, wanted.max_tokens or wanted.max_completion_tokens
+        least = f"min_tokens = {wanted.min_tokens}: must be at most {most}"
+        require_field(wanted.min_tokens <= most, "min_tokens", least)
         if given is not None:
             require_field(given <= most, "max_tokens", f"max_tokens = {given}: must be at most {most}")
             return given
@@ -339,15 +359,19 @@ class Server:
 
 
 class _Events(StreamingResponse):
-    """Server-sent events, whose rows are free when they end, also because the client has gone."""
+    """Server-sent events, whose rows are free when they end, also because the client has gone or reads no more."""
 
-    def __init__(self, events: AsyncIterator[bytes], answers: Answers) -> None:
+    def __init__(self, events: AsyncIterator[bytes], answers: Answers, seconds: float) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._answers = answers
+        self._answers, self._seconds = answers, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.closing(self._answers):
-            await super().__call__(scope, receive, send)
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._seconds):
+                await send(message)
+
+        with contextlib.closing(self._answers), contextlib.suppress(ClientDisconnect, TimeoutError):
+            await super().__call__(scope, receive, send_in_time)
 
 
 def _event(data: Json) -> bytes:

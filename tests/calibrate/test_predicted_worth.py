@@ -97,9 +97,8 @@ def test_maps_are_ridge_regressions(lm):
     for layer in range(CONFIG.num_layers):
         wide = np.concatenate([np.asarray(of_text[layer].x[0, :96], np.float64) for of_text in read[:2]])
         wide = np.concatenate([wide, np.ones((len(wide), 1))], axis=1)
-        logs = np.concatenate(
-            [np.log(np.maximum(of_text[layer].values[0, :, :96], FLOOR)).T for of_text in targets[:2]]
-        )
+        values = np.concatenate([of_text[layer].values[0, :, :96] for of_text in targets[:2]], axis=1)
+        logs = np.log(np.maximum(values, FLOOR)).T
         gram = wide.T @ wide
         ridge = np.diag(np.append(RIDGE * np.diag(gram)[:-1] + 1e-6 * np.diag(gram).mean(), 1e-6))
         expected = np.linalg.solve(gram + ridge, wide.T @ logs).T

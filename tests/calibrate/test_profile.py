@@ -91,6 +91,8 @@ def test_every_number_survives_a_round_trip(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     scores = np.nextafter(np.linspace(0, 1, 90, dtype=np.float32), 1).reshape(3, 2, 15)
     Path("new", "2024").mkdir(parents=True)
+    make_profile().save("new/profile_0")  # a profile of this name, and a folder of the user's
+    Path("new", "profile_1", "notes").mkdir(parents=True)
     with caplog.at_level(logging.INFO):
         for profile in (make_profile(scores=scores), Profile.uniform(TCAConfig.paper(index="entropy"), 2, 8, 14)):
             profile.save("new")
@@ -98,7 +100,8 @@ def test_every_number_survives_a_round_trip(tmp_path, monkeypatch, caplog):
             assert loaded == profile
             assert (loaded.candidates.dtype, loaded.scores.dtype) == (np.int32, np.float32)
     assert [r.getMessage() for r in caplog.records if r.name == "absl"] == []
-    assert sorted(p.name for p in Path("new").iterdir()) == ["2024", "profile_1"]
+    assert sorted(p.name for p in Path("new").iterdir()) == ["2024", "profile_0", "profile_1", "profile_3"]
+    assert {p.name for p in Path("new", "profile_0").iterdir()} == {"profile_0"}
 
 
 CHANGED = dataclasses.asdict(CONFIG)

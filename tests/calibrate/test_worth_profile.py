@@ -54,6 +54,7 @@ def test_calibrate_fits_and_measures(lm):
         ({"kept": math.nan}, r"kept = nan: must be in"),
         ({"count": 4}, r"texts have 1,024 tokens too few for 4 texts of 512: pass more text, or lower count or tokens"),
         ({"texts": []}, "texts is empty"),
+        ({"texts": [*TEXTS, ""]}, r"texts\[2\] is empty: at least one token is needed"),
         ({"texts": "a text"}, "has no tokenizer|without a tokenizer"),
         ({"texts": [[1, 97], [2]]}, r"texts\[0\] holds token id 97"),
     ],
@@ -72,7 +73,7 @@ def test_models_of_few_positions_are_refused():
         tca_jax.calibrate(tiny_lm(config=config), TEXTS, count=2, tokens=512)
 
 
-def test_texts_are_packed_or_split(lm):
+def test_texts_are_packed_or_split(lm, monkeypatch):
     ids = random_prompt(0, 3000)
     several, chunk = packed_texts(lm, [ids[:300], ids[300:900], ids[900:1600]], 2, 600, None)
     assert (several, chunk) == ([ids[:600], ids[900:1500]], 300)  # what is left of a text is cut
@@ -80,9 +81,13 @@ def test_texts_are_packed_or_split(lm):
     assert one == [ids[:600], ids[2400:]]  # the first and the last of five
     most, _ = packed_texts(tiny_lm(config=dataclasses.replace(CONFIG, max_positions=1024)), ids, 2, 8192, None)
     assert {len(text) for text in most} == {1024 - 256}  # room for a chunk of 256
+    for module in ("predicted_worth", "worth_profile"):
+        monkeypatch.setattr(f"tca_jax.calibration.{module}.chat_frame", lambda lm: ([1] * 600, []))
+    with pytest.raises(ValueError, match="the chat template of tiny takes 600 of tokens = 600: raise tokens"):
+        packed_texts(lm, ids, 2, 600, None)
 
 
-def test_a_profile_survives_a_save(tmp_path):
+def test_a_profile_survives_a_save(tmp_path, no_type_checks):
     profile = make_worth_profile(kept=0.1 + 0.2)
     profile.save(tmp_path)
     loaded = Profile.load(tmp_path)
@@ -95,6 +100,11 @@ def test_a_profile_survives_a_save(tmp_path):
     for name in ("kept_table", "reading_table"):
         rows = [list(map(repr, row.items())) for row in getattr(loaded, name)]
         assert rows == [list(map(repr, row.items())) for row in getattr(profile, name)]
+    for name, value in (("thresholds", np.ones(7)), ("thresholds", np.full(301, np.nan)), ("shares", np.ones((1, 1)))):
+        object.__setattr__(profile, "maps", dataclasses.replace(loaded.maps, **{name: value}))
+        profile.save(tmp_path)
+        with pytest.raises(ValueError, match=rf"/profile_\d: damaged: {name} (has shape|holds NaN)"):
+            Profile.load(tmp_path)
 
 
 def test_other_shares_need_no_calibration():

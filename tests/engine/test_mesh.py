@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from implementations import INTERPRET, implementation
 from jax.sharding import AxisType
 from meshes import ROWS, chunks_of, lm_of, mesh_of, needs_8_devices, with_tca
-from tiny import random_prompt
+from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax.engine.read import begin_program
@@ -161,6 +162,16 @@ LONG = [random_prompt(0, 330), random_prompt(1, 289)]
 
 def dense_on(mesh=None) -> tca_jax.LM:
     return with_tca(lm_of(mesh, num_layers=FOUR, rows=DENSE), DENSE)
+
+
+def test_programs_are_those_of_the_default_device():
+    first, other = jax.devices()[:2]
+    with jax.default_device(other):
+        tca_jax.prefill(tiny_lm(), PROMPTS[0])
+    lm = tiny_lm()
+    assert tca_jax.prefill(lm, PROMPTS[0]).rows.k.devices() == {first}
+    with pytest.raises(ValueError, match=r"weights lie on .* and JAX's default device is .*: load with mesh="):
+        tca_jax.prefill(dataclasses.replace(lm, params=jax.device_put(lm.params, other)), PROMPTS[0])
 
 
 def test_devices_allocate_what_statistics_say():

@@ -55,7 +55,7 @@ def prompt_of(rows, row, tokens, theta):
         )
         means = BlockMeans(*block_means(k, v, worth, worth < theta, B))
         where = row, selected.pool, k, v, jnp.array([length]), jnp.array([2_000])
-        rows = write(rows, layer, *where, worth, means)
+        rows = write(rows, jnp.int32(layer), *where, worth, means)
     return rows
 
 
@@ -119,7 +119,8 @@ def read():
     rows = Rows.create((LAYERS, ROWS, HEADS), (PAGES, B, D), Widths(COLUMNS, W, 1), jnp.float32, scored=True)
     tokens = [Tokens(rng, length) for length in (700, 130, 384)]
     for row, of_row in enumerate(tokens):
-        rows = prompt_of(rows, row, of_row, theta)
+        with jax.enable_x64(row == 1):
+            rows = prompt_of(rows, row, of_row, theta)
     return rows, tokens, theta
 
 

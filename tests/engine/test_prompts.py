@@ -121,6 +121,8 @@ def test_texts_of_tokens_keep_their_spaces(pieces):
     assert "".join(decode_continuation(pieces, [token], special=True) for token in ids[1:]) == " Who is here? The sky"
     assert decode_continuation(pieces, ids[:1], special=True) == "<s>"
     assert decode_continuation(pieces, ids[1:]) == " Who is here? The sky"
+    ids = encode_continuation(pieces, "日本語.", ids)  # of bytes, but the last one
+    assert [decode_continuation(pieces, ids[:n], special=True) for n in (3, 8, 10)] == ["日", "日本\ufffd", "日本語."]
 
 
 def test_a_chat_continues_a_context_by_its_text(bytes_):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import weakref
 from typing import get_type_hints
 
 import jax
@@ -238,3 +239,8 @@ def test_answers_score_behind_a_context(lm):
     np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
     np.testing.assert_allclose(scores.logprobs[1][0], out.logprobs[1], atol=2e-4)
     assert scores.greedy == [[True, False], [True, False]]
+
+
+def test_a_model_is_freed_with_its_last_name():
+    gone = weakref.ref(tiny_lm().for_programs)
+    assert gone() is None

@@ -123,6 +123,8 @@ def test_full_rows_keep_a_share_of_their_tokens(profile):
         on_two = tca_jax.LM.from_decoder(tiny_lm().decoder, mesh=jax.make_mesh((1, 2), ("data", "model")))
         pages = [each.cache_layout(1, 4_096).num_pages for each in (lm, on_two.with_profile(small))]
         assert pages[0] == pytest.approx(2 * pages[1], rel=0.05)
+        out = tca_jax.generate(on_two.with_profile(small), random_prompt(3, 2_600), max_new_tokens=1)
+        assert out.stats.raised_layers == CONFIG.num_layers  # of each layer, not of each device
     prompts = [random_prompt(3, 2_600), random_prompt(4, 3_600)]
     out = tca_jax.generate(lm, prompts[0], max_new_tokens=1)
     assert out.stats.raised_layers > 0

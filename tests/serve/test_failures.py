@@ -184,14 +184,19 @@ def test_damaged_documents_fail_until_uploaded_again(lm, pages, expected, tmp_pa
             engine.wait(each, SECONDS, stored=True)
     fields = json.loads((tmp_path / ids[2] / "document.json").read_text())
     bad = ["", "{", "[" * 100_000, "{}", json.dumps({**fields, "tokens": ["a"]}), json.dumps({**fields, "parts": [1]})]
-    for number, text in enumerate(bad):
-        (tmp_path / f"doc-{number}").mkdir()
-        (tmp_path / f"doc-{number}" / "document.json").write_text(text)
-    shutil.copytree(tmp_path / ids[2], tmp_path / "doc-6")  # under another name
-    (tmp_path / "doc-left" / "context").mkdir(parents=True)
+    *damaged, renamed, left, other = (tmp_path / f"doc-{number:024x}" for number in range(len(bad) + 3))
+    for folder, text in zip(damaged, bad, strict=True):
+        folder.mkdir()
+        (folder / "document.json").write_text(text)
+    shutil.copytree(tmp_path / ids[2], renamed)
+    (left / "context").mkdir(parents=True)
+    users = [tmp_path / "doc-drafts" / "thesis.txt", other / "notes.txt"]
+    for file in users:
+        file.parent.mkdir()
+        file.touch()
     with Engine(lm, **sizes) as engine:
         assert {each.id: each.stored for each in engine.documents()} == dict.fromkeys(ids, True)
-        assert not (tmp_path / "doc-left").exists()
+        assert [left.exists(), *(file.exists() for file in users)] == [False, True, True]
         assert len(caplog.records) == len(bad)
         for file in (tmp_path / ids[0] / "context").rglob("*"):
             if file.is_file() and file.stat().st_size > 100:
@@ -349,6 +354,8 @@ def test_the_first_end_of_a_stream_stands(speaking):
     stream.end("length")
     out = stream.result(SECONDS)
     assert (out.finish_reason, out.document) == ("stop", "doc-1")
+    with Engine(speaking, pages=99) as engine, pytest.raises(UserError, match=r"stop = \('l',\) with keep"):
+        engine.ask(None, "hello", keep=True, stop="l")
     failed = stream_of(speaking)
     failed.end(UserError("wrong"))
     failed.end("length")

@@ -64,21 +64,19 @@ def test_fields_of_openai_clients_are_read():
         assert wanted.response_format.schema_of_answer == schema
 
 
+def said(content, **fields):
+    return {"messages": [{"role": "user", "content": content, **fields}]}
+
+
 BASES = {ChatRequest: {"messages": HELLO}, CompletionRequest: {"prompt": "x"}, DocumentRequest: {}}
 REFUSED = {
     ChatRequest: (
         ({"messages": []}, r"messages = \[\]: must have at least 1 item"),
         ({"messages": ["x"]}, r'messages\[0\] = "x": must be an object with role, content'),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role = \"tool\": must be 'system', '"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            r"messages\[0\].content\[0\].type = \"image_url\": must be 'text'",
-        ),
-        ({"messages": [{"role": "user", "content": 5}]}, r"\[0\].content\[0\].text = 5: must be a valid string"),
-        (
-            {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
-            r"messages\[0\].tool_calls = \[1\]: unknown field: must be one of role, content$",
-        ),
+        (said([{"type": "image_url"}]), r"messages\[0\].content\[0\].type = \"image_url\": must be 'text'"),
+        (said(5), r"\[0\].content\[0\].text = 5: must be a valid string"),
+        (said("x", tool_calls=[1]), r"messages\[0\].tool_calls = \[1\]: unknown field: must be one of role, content$"),
         ({"top_logprobs": 2}, "top_logprobs = 2: needs logprobs = true"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens = 4: differs"),
         ({"stream_options": {"include_usage": True}}, "needs stream = true"),

@@ -78,10 +78,12 @@ def test_requests_reach_the_replica_of_their_document(url):
         ({"model": "m", "replicas": "0"}, "--replicas.*greater than or equal to 1"),
         ({"model": "m", "port": "80"}, "No such option: --port"),
         ({"model": "m", "api_key": ""}, "--api-key"),
+        ({"model": "m"}, "TCA_JAX_API_KEY: must not be blank"),
     ],
 )
-def test_options_that_are_not_allowed_are_named(options, message):
+def test_options_that_are_not_allowed_are_named(monkeypatch, options, message):
     from tca_jax.serve.ray import app
 
+    monkeypatch.setenv("TCA_JAX_API_KEY", " " if list(options) == ["model"] else "key")
     with pytest.raises(UserError, match=message):
         app(options)

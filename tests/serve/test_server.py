@@ -1,5 +1,6 @@
 """The HTTP server through OpenAI's own client: its answers are those of `generate`, and what is wrong is named."""
 
+import asyncio
 import concurrent.futures
 import json
 import os
@@ -7,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from unittest import mock
 
 import httpx
 import openai
@@ -19,7 +22,7 @@ from tiny import with_candidates, write_checkpoint
 import tca_jax
 from tca_jax.engine.contexts import DocumentTemplate
 from tca_jax.engine.prompts import encode_verbatim
-from tca_jax.serve import Engine
+from tca_jax.serve import Engine, server
 
 BOOK = "The quick brown fox jumps over the lazy dog. " * 4
 TOKENS = 12
@@ -150,6 +153,7 @@ def test_chat_finds_longest_document_by_tokens(lm, client, http):
         ({"n": 7}, "n", "at most 6 may"),
         ({"max_tokens": 401}, "max_tokens", "max_tokens = 401: must be at most 400"),
         ({"min_tokens": 9, "max_tokens": 2}, "min_tokens", "min_tokens = 9: must be at most max_tokens = 2"),
+        ({"min_tokens": 401, "max_tokens": None}, "min_tokens", "min_tokens = 401: must be at most 400"),
         ({"response_format": {"type": "json_object"}}, "response_format", "do not work with the tokenizer"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid UTF-8"),
         ({"messages": [{"role": "user", "content": "é " * 4000}]}, "prompt", "4096 positions"),
@@ -237,7 +241,30 @@ def test_answers_are_bounded_in_number_and_time(engine, running, http):
         asked = {"model": MODEL, "extra_body": {"min_tokens": 300}, **body}
         with pytest.raises(openai.APIError, match=r"more than 0\.05 seconds"):
             list(impatient.client().completions.create(**{k: v for k, v in asked.items() if k != "min_tokens"}))
+        busy = threading.Event()
+        engine._post(busy.wait)  # as while a program compiles
+        assert late.post("/v1/completions", json=body).status_code == 504
+    with Running(engine) as ending, ending.http() as last, concurrent.futures.ThreadPoolExecutor() as pool:
+        asked = pool.submit(last.post, "/v1/completions", json=body)
+        while not ending.server._metrics.open:
+            time.sleep(0.01)
+        ending.uvicorn.servers[0].get_loop().call_soon_threadsafe(ending.server.close)
+        assert (asked.result().status_code, "shutting down" in asked.result().text) == (503, True)
+    busy.set()
     assert engine.idle(30)
+
+
+def test_clients_that_read_no_more_free_their_rows():
+    async def never(*_):
+        await asyncio.Event().wait()
+
+    async def events():
+        yield b"data: 1"
+
+    answers = mock.Mock(spec=server.Answers)
+    stuck = server._Events(events(), answers, 0.01)
+    asyncio.run(asyncio.wait_for(stuck({"type": "http", "asgi": {"spec_version": "2.3"}}, never, never), 30))
+    answers.close.assert_called_once()
 
 
 def test_models_without_chat_template_answer_completions(tmp_path):

@@ -130,9 +130,7 @@ class Serving(RuleBasedStateMachine):
         try:
             assert self.engine.wait(self.ids[parts], SECONDS, stored=True).stored
         except UserError as error:
-            require(
-                "no longer there" in str(error), str(error), AssertionError
-            )  # what it was to be appended to was forgotten
+            require("no longer there" in str(error), str(error), AssertionError)  # what it appends to was forgotten
         else:
             self.stored.add(parts)
 
@@ -186,15 +184,9 @@ class Serving(RuleBasedStateMachine):
 
 def run(lm, examples, steps):
     """Random requests of a model; the same ones each time."""
-    settings = hypothesis.settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    bounds = {"max_examples": examples, "stateful_step_count": steps, "deadline": None, "database": None}
+    checks = {"phases": [hypothesis.Phase.generate], "suppress_health_check": list(hypothesis.HealthCheck)}
+    settings = hypothesis.settings(**bounds, **checks, derandomize=True)
     machine = type("Serving", (Serving,), {"model": Model(lm)})
     run_state_machine_as_test(machine, settings=settings)
 
