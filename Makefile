@@ -35,7 +35,7 @@ $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.installed  ## answer questions about a long document: full attention, predicted worth, a window of its bytes
 	$(BIN)/tca-jax demo
 
-serve-demo: $(VENV)/.installed  ## serve the shipped model on a CPU, upload a document with curl, ask three questions at once
+serve-demo: $(VENV)/.installed  ## serve the shipped model on a CPU, upload a document, ask three questions at once
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[serve]"
 	sh examples/serve_demo.sh $(BIN)/tca-jax $(BIN)/python
 

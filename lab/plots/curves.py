@@ -62,7 +62,7 @@ def plot_accuracy(panels: Mapping[str, Sequence[Point]], path: figures.PathLike)
 
 
 def label_ends(axes: Axes) -> None:
-    """Writes the name of each curve at its right end, the names apart and inside of the axes."""
+    """Writes the name of each curve beside its right end, the names apart and inside of the axes."""
     named = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
     ends = [axes.transLimits.transform(axes.transScale.transform(np.asarray(line.get_xydata())[-1])) for line in named]
     order = sorted(range(len(named)), key=lambda i: ends[i][1])
@@ -73,7 +73,8 @@ def label_ends(axes: Axes) -> None:
         places[i] = min(places[i], highest)
         highest = places[i] - _APART
     for i, y in zip(order, places, strict=True):
-        label = axes.text(ends[i][0] + 0.03, y, str(named[i].get_label()), transform=axes.transAxes)
+        shift, side = (0.03, "left") if ends[i][0] < 0.9 else (-0.03, "right")
+        label = axes.text(ends[i][0] + shift, y, str(named[i].get_label()), transform=axes.transAxes, ha=side)
         label.set(fontsize=8, color=named[i].get_color(), verticalalignment="center")
 
 

@@ -19,6 +19,7 @@ DPI = 150
 #: One color a method in all pictures, the methods that are drawn first in front.
 METHOD_COLORS = {
     "full": "#000000",
+    "predicted worth": "#D55E00",
     "TCA": "#D55E00",
     "tca": "#D55E00",
     "duoattention": "#0072B2",

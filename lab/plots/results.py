@@ -17,6 +17,7 @@ from tca_jax.models.json_object import read_json_object
 #: Stages of a call.
 SELECTION, ATTENTION, REST = "selection", "attention", "matrix products and the rest"
 READING = "reading the prompt"
+_STORED = {"nothing": "", "weights": ", weights in fp8", "both": ", weights and cache in fp8"}
 _SAME_SHARE = 0.01  # kept shares of two benchmarks that differ by less are one setting
 
 Row = Mapping[str, Any]
@@ -28,8 +29,7 @@ def latency_bars(records: Mapping[str, Row], *, new_tokens: int = 256) -> dict[s
 
     A record is of bench end-to-end, generate, or bench attention; layers of each model split its reading into parts.
     """
-    layers: list[Row] = []
-    models: list[Row] = []
+    layers, models = list[Row](), list[Row]()
     bars: dict[str, dict[str, float]] = {}
     for name, record in records.items():
         if "stats" in record:
@@ -47,7 +47,9 @@ def latency_bars(records: Mapping[str, Row], *, new_tokens: int = 256) -> dict[s
     for row, of_row in zip(models, parts, strict=True):
         reading = of_row if all(parts) else {READING: row["TTFT s"]}
         further = {f"decoding {new_tokens:,} tokens": row["ms/token"] * new_tokens / 1e3}
-        bars[f"{row['model']}, {row['tokens']:,} tokens, {row['attention']}"] = reading | further
+        name = f"{row['model']}, {row['tokens']:,} tokens, {row['attention']}{_STORED[row.get('fp8', 'nothing')]}"
+        runs = sum(each.partition(", run ")[0] == name for each in bars)  # of the same, in other files or sections
+        bars[f"{name}, run {runs + 1}" if runs else name] = reading | further
     require(bars, f"{', '.join(records)}: no times of models or calls")
     return bars
 
@@ -71,10 +73,9 @@ def _parts(row: Row, layers: Sequence[Row]) -> dict[str, float]:
         timed = [{ATTENTION: layer["full ms"] / 1e3} for layer in same]
     else:
         same = [layer for layer in same if abs(layer["kept"] - row["kept"]) < _SAME_SHARE]
-        selections = [layer["selection ms"] / 1e3 for layer in same]  # `total ms`: both in one program
-        timed = [
-            {SELECTION: selection, ATTENTION: layer["total ms"] / 1e3 - selection}
-            for layer, selection in zip(same, selections, strict=True)
+        timed = [  # `total ms`: both in one program
+            {SELECTION: each["selection ms"] / 1e3, ATTENTION: (each["total ms"] - each["selection ms"]) / 1e3}
+            for each in same
         ]
     if not timed:
         return {}

@@ -30,8 +30,7 @@ app = typer.Typer(help="Look at calibrated profiles.")
 def show(directory: SavedProfileArgument, tokens: ShareTokensOption = None, as_json: JsonOption = False) -> None:
     """Print measurements at each kept share and the chosen settings, or the budgets of the paper's rule.
 
-    Budgets: candidates count from 0, the sparsest, in the table as in JSON; the last one is dense and keeps every
-    token.
+    Budgets: candidates count from 0, the sparsest, in table and JSON; the last one is dense and keeps every token.
 
     Example: [bold]tca-jax profile show my-profile[/]
     """
@@ -56,8 +55,7 @@ def print_profile(profile: Profile | WorthProfile, folder: Path, tokens: int | N
     from tca_jax.calibration.worth_profile import WorthProfile
 
     lengths = [source["tokens"] for source in profile.sources]
-    goes = "--tokens goes with budgets of the paper's rule, not with predicted worth"
-    require(tokens is None or not isinstance(profile, WorthProfile), goes)
+    require(tokens is None or not isinstance(profile, WorthProfile), "--tokens goes with budgets of the paper's rule")
     tokens = tokens or max(lengths, default=131072)
     if as_json:
         own = _worth_record(profile) if isinstance(profile, WorthProfile) else _budgets_record(profile, tokens)
@@ -106,8 +104,7 @@ def _print_budgets(profile: Profile, tokens: int) -> None:
 def _worth_record(profile: WorthProfile) -> dict[str, Any]:
     record = {"rule": "worth", "kept": profile.kept, "selected": profile.selected, "reasons": _reasons(profile)}
     for name in ("kept_table", "reading_table"):  # JSON has no NaN: None where nothing was measured
-        rows = getattr(profile, name)
-        record[name] = [{key: None if math.isnan(x) else x for key, x in row.items()} for row in rows]
+        record[name] = [{key: None if math.isnan(x) else x for key, x in row.items()} for row in getattr(profile, name)]
     return record
 
 
@@ -115,8 +112,8 @@ def _print_worth(profile: WorthProfile) -> None:
     layers, heads = profile.maps.maps.shape[:2]
     print(f"{profile.model_name}: predicted worth, {layers} layers of {heads} KV heads")
     if profile.kept_table:
-        known = f" ({number} facts)" if (number := profile.kept_table[0].get("known")) else ""
-        print(f"Behind texts, of what full attention knows{known}, and loss over full attention's:")
+        known = profile.kept_table[0].get("known", "not stored")
+        print(f"After texts, shares of full attention's right answers (known facts: {known}), and loss over its loss:")
         print_table([{k: x for k, x in row.items() if k != "known"} for row in profile.kept_table], profile.kept)
     if profile.reading_table:
         print("Inside texts, loss over full attention's: plain in percent, copies and facts in nats:")
@@ -129,15 +126,22 @@ def _reasons(profile: WorthProfile) -> dict[str, str]:
     """Why the profile has its two shares."""
     from tca_jax.calibration import worth_profile as of
 
-    rule = f"hold {of.LEAST_KNOWN:.0%} of the facts, and the following text's loss within {of.MOST_FOLLOWING:.0%}"
-    holds = bool(profile.kept_table) and of.holds(profile.kept_table[-1])
-    smallest = f"the smallest measured share from which on all {rule}"
-    kept = smallest if holds else f"the largest measured share, which does not {rule}"
-    near = f"copies and facts inside a text within {of.MOST_NATS} nats of full attention, or the largest measured share"
-    is_kept = profile.kept_table and profile.kept == of.chosen_kept(profile.kept_table)
-    is_selected = profile.reading_table and profile.selected == of.chosen_selected(profile.reading_table)
-    other = "as it was asked for"
-    return {"kept": kept if is_kept else other, "selected": near if is_selected else other}
+    kept = selected = "as it was asked for"
+    largest, smallest = "the largest measured share", "the smallest measured share from which on all"
+    if (table := profile.kept_table) and profile.kept == of.chosen_kept(table):
+        rule = f"{of.LEAST_KNOWN:.0%} of the facts with at most {of.MOST_FOLLOWING:.0%} more loss of the following text"
+        known = table[-1].get("known")
+        doubt = f"{largest}; none is shown to hold {rule} (known facts: {known}, needed: {of.FEWEST})"
+        kept = f"{smallest} hold {rule}" if of.holds(table[-1]) else doubt
+        kept = "chosen at calibration, which did not store how many facts were known" if known is None else kept
+    if (table := profile.reading_table) and profile.selected == of.chosen_selected(table):
+        row = next(row for row in table if row["selected"] == profile.selected)
+        near = f"{of.MOST_NATS} nats of full attention's loss of copies and facts inside a text"
+        far = any(row[kind] > of.MOST_NATS for kind in ("copy", "fact"))
+        selected = f"{largest}, which is not within {near}" if far else f"{smallest} are within {near}"
+        if row["attended"] >= 0.999:
+            selected = "the largest share; nothing was measured, for texts of up to 4,096 tokens are read in full"
+    return {"kept": kept, "selected": selected}
 
 
 def print_table(rows: Sequence[Mapping[str, float]], chosen: float) -> None:
@@ -152,15 +156,11 @@ def print_table(rows: Sequence[Mapping[str, float]], chosen: float) -> None:
 
 
 def _cell(name: str, value: float) -> str:
-    if math.isnan(value):
-        return "-"
-    if name in ("copy", "fact"):
-        return f"{value:+.2f}"
-    return f"{value:+.1%}" if name in ("following", "plain") else f"{value:.1%}"
+    formats = {"copy": "+.2f", "fact": "+.2f", "following": "+.1%", "plain": "+.1%"}
+    return "-" if math.isnan(value) else format(value, formats.get(name, ".1%"))
 
 
 def _of_texts(lengths: list[int]) -> str:
     """Number and lengths of texts."""
-    least, most = min(lengths), max(lengths)
-    tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    tokens = " to ".join(f"{each:,}" for each in sorted({min(lengths), max(lengths)}))
     return f"{len(lengths)} text{'s'[: len(lengths) > 1]} of {tokens} tokens"
