@@ -37,14 +37,15 @@ def save(kind: str, directory: Any, arrays: Mapping[str, np.ndarray], metadata: 
             earlier = manager.all_steps()
             items = {"arrays": ocp.args.StandardSave(dict(arrays)), "metadata": ocp.args.JsonSave(dict(metadata))}
             manager.save(step := max(earlier, default=-1) + 1, args=ocp.args.Composite(**items))
-        written, *others = ({entry.name for entry in (folder / f"{kind}_{x}").iterdir()} for x in (step, *earlier))
-        for number, names in zip(earlier, others, strict=True):
-            if names <= written:  # nothing of the user's
-                shutil.rmtree(folder / f"{kind}_{number}", ignore_errors=True)
     except Exception as error:
         number = getattr(error, "errno", None) or errno.EIO
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise OSError(number, f"cannot save a {kind}: {reason}", str(folder)) from error
+    with contextlib.suppress(OSError):
+        written, *others = ({entry.name for entry in (folder / f"{kind}_{x}").iterdir()} for x in (step, *earlier))
+        for number, names in zip(earlier, others, strict=True):
+            if names == written:  # nothing of the user's
+                shutil.rmtree(folder / f"{kind}_{number}", ignore_errors=True)
 
 
 def load(kind: str, directory: Any) -> tuple[Path, Any, dict[str, np.ndarray]]:

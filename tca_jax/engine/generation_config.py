@@ -176,7 +176,7 @@ def check_stop_ids(ids: Any, name: str = "stop_token_ids") -> tuple[int, ...] | 
         return None
     wrong = f"{name} = {ids!r}: must be a sequence of token ids, or None"
     require(isinstance(ids, Iterable), wrong, UserTypeError)
-    ids = tuple(ids)
+    ids = tuple(ids.tolist() if hasattr(ids, "tolist") else ids)
     for token in ids:
         known = isinstance(token, numbers.Integral) and not isinstance(token, bool)
         require(known, f"{name} holds {token!r}: must be token ids")

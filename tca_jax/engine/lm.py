@@ -262,12 +262,10 @@ class LM:
     @functools.cached_property
     def signature(self) -> Any:
         """Structure and shapes of the model as an argument of programs. ValueError where JAX computes elsewhere."""
-        default: Any = programs.OPTIONS.jax_default_device or jax.local_devices()[0]  # or the name of a platform
-        committed = [leaf.devices() for leaf in jax.tree.leaves(self.params) if getattr(leaf, "committed", False)]
-        elsewhere = [devices for devices in committed if devices != {default}] if self.mesh is None else []
+        default, leaves = jax.device_put(0).devices(), jax.tree.leaves(self.params) if self.mesh is None else []
+        elsewhere = [x.devices() for x in leaves if getattr(x, "committed", False) and x.devices() != default]
         remedy = 'load with mesh=jax.make_mesh((1, 1), ("data", "model"), devices=[...]), or set jax_default_device'
-        where = f"weights lie on {elsewhere[:1]}, and JAX's default device is {default}: {remedy}"
-        require(isinstance(default, str) or not elsewhere, where)
+        require(not elsewhere, f"weights lie on {elsewhere[:1]}, and JAX's default device is {default}: {remedy}")
         return programs.signature(self)
 
     @functools.cached_property

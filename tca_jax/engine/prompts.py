@@ -112,7 +112,8 @@ def decode_continuation(lm: Encoder, tokens: Sequence[int], *, special: bool = F
     if "\ufffd" not in (text := decode(tokens)) or not values:
         return text
     # `tokenizers` replaces all bytes of a run where one character is not complete.
-    runs = itertools.groupby(tokens, values.__contains__)
+    shown = tokens if special else [token for token in tokens if token not in tokenizer.all_special_ids]
+    runs = itertools.groupby(shown, values.__contains__)
     return "".join(bytes(values[i] for i in run).decode(errors="replace") if own else decode(run) for own, run in runs)
 
 

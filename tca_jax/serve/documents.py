@@ -32,7 +32,7 @@ from tca_jax.serve import pages
 from tca_jax.serve.pages import Numbers, PagePool
 
 _CHUNK_BYTES = 64 * 2**20  # of keys and values that move at once
-_ENTRY, _CONTEXT = "document.json", "context"  # in the folder of a document
+_ENTRY, _CONTEXT, _UNFINISHED = "document.json", "context", r"context|\.document\.\d+\.json"  # in a document's folder
 _log = logging.getLogger(__name__)
 
 State = Literal["waiting", "device", "moving", "host", "disk", "failed"]
@@ -317,7 +317,7 @@ class Documents:
         for folder in sorted(each for each in self._folder.iterdir() if re.fullmatch("doc-[0-9a-f]{24}", each.name)):
             try:
                 if not (folder / _ENTRY).exists():
-                    if {each.name for each in folder.iterdir()} <= {_CONTEXT}:  # by an engine that was killed
+                    if all(re.fullmatch(_UNFINISHED, each.name) for each in folder.iterdir()):  # its engine was killed
                         shutil.rmtree(folder, ignore_errors=True)
                     continue
                 fields = json.loads((folder / _ENTRY).read_text())

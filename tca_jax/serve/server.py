@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 import uvicorn
+from anyio import CapacityLimiter, to_thread
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -75,18 +76,20 @@ class Answers:
         self.rows = samples * len(prompts)
         metrics.open.add(self)
 
-    async def begin(self, engine: Engine, mask: Callable[[], Mask] | None) -> None:
-        """Has an engine begin them, as the rows of `generate`; `mask` creates the mask of each."""
+    async def begin(self, engine: Engine, mask: Callable[[], Mask] | None, threads: CapacityLimiter) -> None:
+        """Has an engine begin them, as the rows of `generate`, by a thread; `mask` creates the mask of each."""
 
         def begin() -> None:
             for i in range(self.rows):
-                (document, tokens), config = self._prompts[i // self._samples]
-                self.streams.append(engine.ask(document, tokens, config, sample=i, mask=mask and mask()))
-                if self not in self._metrics.open:  # nobody waits any more
-                    self.streams[-1].cancel()
+                if self in self._metrics.open:  # somebody still waits
+                    (document, tokens), config = self._prompts[i // self._samples]
+                    self.streams.append(engine.ask(document, tokens, config, sample=i, mask=mask and mask()))
+            if self not in self._metrics.open:
+                self.cancel()
 
         try:
-            begun = asyncio.ensure_future(run_in_threadpool(begin))  # waits for the engine's thread
+            begun = asyncio.ensure_future(to_thread.run_sync(begin, limiter=threads))  # waits for the engine's thread
+            begun.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody's, where nobody waits
             begun.add_done_callback(lambda _: self._changed.put_nowait(0))
             await self._next()
             await begun
@@ -154,7 +157,7 @@ class Answers:
         if self in self._metrics.open:
             self._metrics.open.remove(self)
             self.cancel()
-            for index in range(len(self.streams)):
+            for index in range(self.rows):
                 self._metrics.count(self.completions.get(index))
 
 
@@ -166,7 +169,7 @@ class Server:
         self._engine, self._settings, self._lm = engine, settings, engine.lm
         self._has_template, self._metrics = bool(getattr(engine.lm.tokenizer, "chat_template", None)), Metrics(engine)
         self._keys = [os.fsencode(key) for key in settings.api_keys]
-        self._created = int(time.time())
+        self._created, self._threads = int(time.time()), CapacityLimiter(settings.max_waiting)
         self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
         answers: dict[tuple[str, str], Endpoint] = {
             ("GET", "/health"): self._health,
@@ -308,11 +311,10 @@ class Server:
         busy = f"{held} answers wait or are written, and {rows} more are requested: at most {most} may; try again later"
         require_field(held + rows <= most, None, busy, status=429, code="rate_limit_exceeded")
         answers = Answers(self._metrics, begun, wanted.n, self._settings.timeout)
-        await answers.begin(self._engine, mask)
+        await answers.begin(self._engine, mask, self._threads)
         if wanted.stream:
-            return _Events(
-                self._events(answers, form, wanted.stream_options.include_usage), answers, self._settings.body_seconds
-            )
+            events = self._events(answers, form, wanted.stream_options.include_usage)
+            return _Events(events, answers, self._settings.body_seconds)
 
         async def close_when_gone() -> None:  # all of the request's body has been read
             while (await request.receive())["type"] != "http.disconnect":
@@ -343,8 +345,9 @@ class Server:
     def _max_tokens(self, wanted: ChatRequest | CompletionRequest, document: str | None, tokens: list[int]) -> int:
         """Most tokens of an answer: as requested, or a default within the model's positions."""
         most, given = self._settings.max_tokens, wanted.max_tokens or wanted.max_completion_tokens
-        least = f"min_tokens = {wanted.min_tokens}: must be at most {most}"
-        require_field(wanted.min_tokens <= most, "min_tokens", least)
+        require_field(
+            wanted.min_tokens <= most, "min_tokens", f"min_tokens = {wanted.min_tokens}: must be at most {most}"
+        )
         if given is not None:
             require_field(given <= most, "max_tokens", f"max_tokens = {given}: must be at most {most}")
             return given
