@@ -55,7 +55,8 @@ def print_profile(profile: Profile | WorthProfile, folder: Path, tokens: int | N
     from tca_jax.calibration.worth_profile import WorthProfile
 
     lengths = [source["tokens"] for source in profile.sources]
-    require(tokens is None or not isinstance(profile, WorthProfile), "--tokens goes with budgets of the paper's rule")
+    goes = "--tokens goes with budgets of the paper's rule, not with predicted worth"
+    require(tokens is None or not isinstance(profile, WorthProfile), goes)
     tokens = tokens or max(lengths, default=131072)
     if as_json:
         own = _worth_record(profile) if isinstance(profile, WorthProfile) else _budgets_record(profile, tokens)

@@ -75,7 +75,8 @@ class ServingOptions:
         needed = ("starlette", "uvicorn", "prometheus_client", "llguidance")
         missing = [name for name in needed if find_spec(name) is None]
         require(not missing, f"tca-jax serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-        require(all(key.strip() for key in self.api_key or ()), f"--api-key '' or {_KEY}: must not be blank")
+        blank = f"--api-key '' or {_KEY}: must not be blank; give none for a server without keys"
+        require(all(key.strip() for key in self.api_key or ()), blank)
         if self.disk is not None:
             require_writable(self.disk, "--disk")
 

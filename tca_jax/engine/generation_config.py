@@ -172,6 +172,7 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def check_stop_ids(ids: Any, name: str = "stop_token_ids") -> tuple[int, ...] | None:
+    """Token ids as integers; raises UserError where they are none."""
     if ids is None:
         return None
     wrong = f"{name} = {ids!r}: must be a sequence of token ids, or None"

@@ -126,23 +126,18 @@ def _anchor(tokenizer: Any) -> tuple[tuple[int, ...], str, dict[int, int]]:
     return tuple(ids), tokenizer.decode(ids), values if len(values) == 256 else {}
 
 
-@functools.cache
-def _byte_values() -> dict[str, int]:
-    """The byte of each character of byte-level vocabularies."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {character: byte for byte, character in bytes_to_unicode().items()}
-
-
 @functools.lru_cache(maxsize=2**18)
 def token_bytes(tokenizer: Any, token: int) -> bytes:
     """The bytes of a token; a character may need several tokens."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    values = {character: byte for byte, character in bytes_to_unicode().items()}
     if token in tokenizer.all_special_ids:
         return tokenizer.decode([token]).encode()
     piece = tokenizer.convert_ids_to_tokens(token) or ""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    if "ByteLevel" in repr(decoder) and all(character in _byte_values() for character in piece):
-        return bytes(_byte_values()[character] for character in piece)
+    if "ByteLevel" in repr(decoder) and all(character in values for character in piece):
+        return bytes(values[character] for character in piece)
     if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's fallback
         return bytes.fromhex(byte[1])
     return piece.replace("\u2581", " ").encode()

@@ -81,7 +81,7 @@ class Answers:
 
         def begin() -> None:
             for i in range(self.rows):
-                if self in self._metrics.open:  # somebody still waits
+                if self in self._metrics.open:  # the client still waits
                     (document, tokens), config = self._prompts[i // self._samples]
                     self.streams.append(engine.ask(document, tokens, config, sample=i, mask=mask and mask()))
             if self not in self._metrics.open:
@@ -89,7 +89,7 @@ class Answers:
 
         try:
             begun = asyncio.ensure_future(to_thread.run_sync(begin, limiter=threads))  # waits for the engine's thread
-            begun.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody's, where nobody waits
+            begun.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
             begun.add_done_callback(lambda _: self._changed.put_nowait(0))
             await self._next()
             await begun

@@ -136,9 +136,9 @@ def test_bars_have_the_same_parts():
     full, tca = results.latency_bars({"a": LAYERS, "b": WHOLE}, new_tokens=100).values()
     assert full == pytest.approx({"attention": 7.68, results.REST: 2.32, "decoding 100 tokens": 1.0})
     assert tca["selection"] == pytest.approx(0.16)
-    rows = [CALL | {"attention": "TCA", "kept": 0.5, "TTFT s": 7.0, "fp8": fp8} for fp8 in ("nothing", "both")]
+    rows = [CALL | {"attention": "TCA", "kept": 0.5, "TTFT s": 7.0, "fp8": x} for x in ("nothing", "kv", "both")]
     bars = results.latency_bars({"a": LAYERS, "b": {"rows": WHOLE["rows"] + rows}})
-    assert [name.partition("TCA")[2] for name in bars] == ["", "", ", run 2", ", weights and cache in fp8"]
+    assert [x.partition("TCA")[2] for x in bars] == ["", "", ", run 2", ", cache in fp8", ", weights and cache in fp8"]
     for stages in bars.values():  # one cannot be split: none is
         assert list(stages) == [results.READING, "decoding 256 tokens"]
     with pytest.raises(ValueError, match="a: no times of models or calls"):
