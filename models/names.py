@@ -114,23 +114,14 @@ class Parameter:
     names: tuple[str, ...]  # its tensors
     layout: Layout  # how it holds them
     split_axis: int | None  # the axis that is split over the devices of a mesh; None for a replicated parameter
-    stored_split: int | None  # that axis of its tensors
+    spec: PartitionSpec  # how it is split over a mesh
+    stored_spec: PartitionSpec  # how its tensors are
     by_head: bool  # the split axis holds the KV heads, one after the other
 
     @property
     def layer(self) -> int | None:
         """The parameter's layer; None for embedding, final norm and head."""
         return self.path[1] if self.path[0] == "layers" else None
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """How it is split over a mesh."""
-        return _spec(self.split_axis)
-
-    @property
-    def stored_spec(self) -> PartitionSpec:
-        """How its tensors are."""
-        return _spec(self.stored_split)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -156,7 +147,8 @@ def _parameter(path: tuple[Any, ...], variable: Any) -> Parameter:
     split = inputs if stored_split == 1 else None if stored_split is None else module.output + (inputs == 0)
     layout = Layout(shape, inputs, len(module.names))
     names = tuple(f"{prefix}{each}.{suffix}" for each in module.names)
-    return Parameter(path, variable, names, layout, split, stored_split, module.by_head and split is not None)
+    by_head, specs = module.by_head and split is not None, (_spec(split), _spec(stored_split))
+    return Parameter(path, variable, names, layout, split, *specs, by_head)
 
 
 def _spec(split: int | None) -> PartitionSpec:
