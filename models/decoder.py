@@ -72,25 +72,17 @@ class _Maker:
         return RMSNorm(features, eps=self.config.rms_norm_eps, param_dtype=self.outer_dtype)
 
     def linear(
-        self,
-        in_features: int,
-        out_features: int | tuple[int, ...],
-        *,
-        bias: bool = False,
-        std: float = _INIT_STD,
-        sums: bool = False,
-        **options: Any,
+        self, in_features: int, out_features: int | tuple[int, ...], *, sums: bool = False, **options: Any
     ) -> Linear:
         """A projection, computed in `dtype`; with `sums`, x and W may be parts, whose products are summed."""
-        options = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": self.rngs, "bias": bias} | options
-        options["init"] = functools.partial(_normal, std=std)
+        defaults = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": self.rngs, "bias": False}
         finish = sum_parts if sums and self.sharded else _unchanged
-        return Linear(in_features, out_features, finish=finish, **options)
+        return Linear(in_features, out_features, finish=finish, **{"init": _normal} | defaults | options)
 
     def into_residual(self, in_features: int, *, bias: bool) -> Linear:
         """A projection into the residual stream, so that its variance does not grow with depth (GPT-2)."""
-        std = _INIT_STD / math.sqrt(2 * self.config.num_layers)
-        return self.linear(in_features, self.config.hidden_size, bias=bias, std=std, sums=True)
+        init = functools.partial(_normal, std=_INIT_STD / math.sqrt(2 * self.config.num_layers))
+        return self.linear(in_features, self.config.hidden_size, bias=bias, init=init, sums=True)
 
 
 class SelfAttention(nnx.Module):
