@@ -21,11 +21,10 @@ import numpy as np
 from jaxtyping import Float32
 
 from tca_jax.errors import explaining, require
-from tca_jax.models.config import ModelConfig
+from tca_jax.models.config import FAMILIES, ModelConfig
 from tca_jax.models.json_object import LFS_POINTER, Entries, is_lfs_pointer
 from tca_jax.models.rope import RopeConfig, inverse_frequencies
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(?!00000)(\d{5})\.gguf")  # a file of llama.cpp's gguf-split: each has a header
 _PIECE = re.compile(r"(.+\.gguf)\.(\d{1,4})")  # a piece of one file, as `split -d` names them
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
@@ -237,8 +236,7 @@ def open_gguf(path: Path) -> Gguf:
 def _keys(metadata: Mapping[str, Any]) -> Entries:
     """Metadata of the architecture; arrays with the same integer for all layers are that integer."""
     arch = metadata.get("general.architecture")
-    must = f"must be one of {list(ARCHITECTURES)}"
-    require(arch in ARCHITECTURES, f"general.architecture = {arch!r} is not supported: {must}")
+    require(arch in FAMILIES, f"general.architecture = {arch!r} is not supported: must be one of {list(FAMILIES)}")
     found = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
     for key, value in found.items():
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size and (value == value[0]).all():
@@ -397,7 +395,6 @@ class _Header:
 
 
 def _stored_bytes(shape: tuple[int, ...], type_: Any) -> int:
-    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import quant_shape_to_byte_shape
 
-    block, size = GGML_QUANT_SIZES[type_]
-    return math.prod(shape) // block * size
+    return math.prod(quant_shape_to_byte_shape(shape, type_))

@@ -34,7 +34,6 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-
 # Pre-tokenizer -> how llama.cpp cuts text into words before it merges bytes: each pattern cuts the pieces of the one
 # before, into matches and text between them.
 _SPLITS = {
