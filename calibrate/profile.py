@@ -117,7 +117,6 @@ class Profile:
 
     def settings(self) -> None:
         """Arrays of the method: none."""
-        return
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the profile to a directory, in place of the one that it holds; other files in it are left alone.

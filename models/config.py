@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tca_jax.errors import UserTypeError, explaining, require
+from tca_jax.errors import explaining, require, require_type
 from tca_jax.models.json_object import MOST, Entries, read_json_object
 from tca_jax.models.rope import RopeConfig
 
@@ -81,10 +81,9 @@ class ModelConfig:
             ValueError: an architecture or option that is not supported, or a missing or invalid entry.
             TypeError: neither a mapping nor a transformers config.
         """
-        kind, must = type(hf_config).__name__, "must be a transformers config or a mapping"
-        is_config = isinstance(hf_config, Mapping) or hasattr(hf_config, "to_dict")
-        require(is_config, f"hf_config is a {kind}: {must}", UserTypeError)
-        entries = Entries(hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict())
+        values = hf_config.to_dict() if hasattr(hf_config, "to_dict") else hf_config
+        require_type("hf_config", values, Mapping, "a transformers config or a mapping")
+        entries = Entries(values)
         family: Any = entries.values.get("model_type")
         is_known = isinstance(family, str) and family in FAMILIES
         require(is_known, f"model_type {family!r} is not supported: must be one of {list(FAMILIES)}")

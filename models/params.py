@@ -290,12 +290,9 @@ def _check_tensors(
     stored: Mapping[str, _Stored],
     format_: StoredQuantization | None,
     *,
-    only_codes: bool,
+    only_codes: bool,  # whether no projection of a checkpoint in eight bits may have others
 ) -> None:
-    """Checks that no tensor is missing, misshapen, of an unsupported dtype, or left over.
-
-    In a checkpoint in eight bits projections may have these, or, unless `only_codes`, others.
-    """
+    """Checks that no tensor is missing, misshapen, of an unsupported dtype, or left over."""
     used = {*wanted, HEAD}
     for name, parameter in wanted.items():
         _require_stored(name, stored, folder)

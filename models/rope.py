@@ -128,13 +128,9 @@ def fixed_frequencies(head_dim: int, rope: RopeConfig) -> tuple[float, ...] | No
 
 
 def _dynamic_growth(positions: Int[Array, "B L"], head_dim: int, rope: RopeConfig) -> Float[Array, "B 1 half"]:
-    """Factors of dynamic NTK for the frequencies of rows longer than the original context.
-
-    theta grows by s^(d / (d - 2)) with s = factor * length / original - (factor - 1), so pair i slows by
-    s^(-2 i / (d - 2)): the fastest stays, the slowest is divided by s.
-    """
+    """Factors of dynamic NTK: s^(-2 i / (d - 2)) for pair i, so the fastest stays and the slowest is divided by s."""
     length = jnp.maximum(jnp.max(positions, axis=1) + 1, rope.original_max_positions).astype(jnp.float32)
-    stretch = rope.factor * length / rope.original_max_positions - (rope.factor - 1)  # [B]
+    stretch = rope.factor * length / rope.original_max_positions - (rope.factor - 1)  # s [B]
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / (head_dim - 2)
     return stretch[:, None, None] ** -exponents
 
