@@ -43,13 +43,9 @@ def token_scores(
     check_blocks(block_size)
     batch, length, kv_heads, head_dim = k.shape
     grouped = q_last.reshape(batch, kv_heads, -1, head_dim)
-    logits = scaled_scores("bhgd,blhd->bhgl", grouped, k)
     valid = jnp.arange(length) < lengths[:, None, None, None]
-    logits = jnp.where(valid, logits, MASKED)
-    weights = jnp.where(valid, jnp.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
-    # A row of length 0 has no weights; its scores are 0.
-    probabilities = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    scores = probabilities.mean(axis=2)
+    logits = jnp.where(valid, scaled_scores("bhgd,blhd->bhgl", grouped, k), MASKED)
+    scores = jnp.where(valid, jax.nn.softmax(logits, axis=-1), 0).mean(axis=2)
 
     num_blocks = length // block_size
     blocks = scores[..., : num_blocks * block_size].reshape(batch, kv_heads, num_blocks, block_size)
