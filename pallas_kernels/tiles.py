@@ -38,16 +38,6 @@ def tile_map(one_tile: Callable[[Array], T], count: int, parallel: int) -> T:
     return jax.lax.map(one_tile, jnp.arange(count, dtype=jnp.int32), batch_size=batch_size)
 
 
-def region_map(one_region: Callable[[Array, Array], T], batch: int, kv_heads: int) -> T:
-    """Maps a region, a row and its KV head, to its result; the results are stacked `[B, Hkv, ...]`.
-
-    A CPU takes one region at a time, each at the cost of its own tokens; any other device all at once.
-    """
-    parallel = 1 if jax.default_backend() == "cpu" else batch * kv_heads
-    results = tile_map(lambda index: one_region(*jnp.divmod(index, kv_heads)), batch * kv_heads, parallel)
-    return jax.tree.map(lambda part: part.reshape(batch, kv_heads, *part.shape[1:]), results)
-
-
 def heads_first(tokens: Float[Array, "B L H d"], kv_heads: int, padded: int) -> Float[Array, "rows d"]:
     """Lays each KV head's rows one after another, so that a tile is one slice; pads L to `padded` with zeros.
 

@@ -12,7 +12,7 @@ from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.kv import Pages, decode
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like
 from tca_jax.pallas_kernels.online_softmax import OnlineSoftmax
-from tca_jax.pallas_kernels.tiles import region_map
+from tca_jax.pallas_kernels.tiles import tile_map
 
 #: Tokens that are taken at once.
 _TOKENS = 1024
@@ -30,7 +30,8 @@ def paged_attention(
     group = q_heads // kv_heads
     grouped = q.reshape(batch, columns, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
 
-    def one_region(row: Array, head: Array) -> tuple[Array, Array]:
+    def one_region(index: Array) -> tuple[Array, Array]:
+        row, head = jnp.divmod(index, kv_heads)
         queries = grouped[row, head].reshape(-1, head_dim)
         positions = jnp.repeat(first[row] + jnp.arange(columns), group)
         state = OnlineSoftmax.empty(*queries.shape)
@@ -42,7 +43,9 @@ def paged_attention(
         out = jnp.where(asked[:, None], state.attention(), 0)
         return out, jnp.where(asked, state.log_sum_exp(), MASKED)
 
-    out, lse = region_map(one_region, batch, kv_heads)
+    # A CPU takes one region at a time, each at the cost of its own tokens; any other device all at once.
+    regions = batch * kv_heads
+    out, lse = tile_map(one_region, regions, 1 if jax.default_backend() == "cpu" else regions)
     out = out.reshape(grouped.shape).transpose(0, 2, 1, 3, 4).reshape(q.shape)
     lse = lse.reshape(grouped.shape[:-1]).transpose(0, 2, 1, 3).reshape(q.shape[:3])
     return out.astype(q.dtype), lse
@@ -58,10 +61,7 @@ def _attend_pages(
     window: int,
     state: OnlineSoftmax,
 ) -> OnlineSoftmax:
-    """Takes the pages of a row and KV head through the softmax: those of kept tokens, then those of the window.
-
-    The trip count is dynamic: unequal heads cost what they hold.
-    """
+    """Takes the pages of a row and KV head through the softmax: those of kept tokens, then those of the window."""
     b, c, kept = cache.page_size, cache.kept_columns, cache.kept[row, head]
     start, end = cache.start[row], jnp.minimum(cache.end[row], newest + 1)
     edge = jnp.maximum(start, jnp.maximum(newest, 0) // b * b - window)
@@ -89,5 +89,5 @@ def _attend_pages(
         v = jnp.where(seen.any(axis=0)[:, None], v, 0)  # slots that no token fills may hold anything
         return state.attend(scores, seen, v)
 
-    trips = divide_up(kept_pages + local_pages, at_once)
+    trips = divide_up(kept_pages + local_pages, at_once)  # dynamic: unequal heads cost what they hold
     return jax.lax.fori_loop(0, trips, step, varying_like(state, queries, positions, cache, newest))
