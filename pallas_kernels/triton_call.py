@@ -22,12 +22,8 @@ from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, share
 from tca_jax.pallas_kernels.kv import LEAST_EXPONENT, UNPACKED, power_of_two, unpack
 from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
 
-#: How the one warning begins that this module suppresses.
-DEPRECATION = "The Pallas Triton backend is deprecated"
-#: Element types that the kernels take; all their arithmetic is float32.
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)  # that the kernels take; all their arithmetic is float32
 _WEIGHT_BITS = 12  # weights are at most 2 ** 12 where they are multiplied by values: float16 is exact down to 2 ** -14
-
 
 #: Sums of weighted values in parts, largest score and sum of the weights.
 PartedState = tuple[tuple[Array, ...], Array, Array]
@@ -49,7 +45,11 @@ def triton_call(
     Pallas-Triton computes the element offsets of an array past 4 GiB in int64 and of others in int32: kernels
     must index by row and column, never by a flat element number of their own.
     """
-    _ignore_deprecation()
+    # JAX 0.11 deprecates Pallas-Triton in favour of Mosaic GPU, which does not run on Ampere; until JAX removes
+    # it, a warning at every compilation tells our users nothing that they could act on. JAX warns when it lowers,
+    # after the call was traced, so a `catch_warnings` around the call would be over too early: the filter stays.
+    # It is set at every trace because test runners restore the filters between tests; setting it again is free.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     varying = jax.sharding.ManualAxisType(varying=varying_axes(operands))
     call = pl.pallas_call(
         kernel,
@@ -91,7 +91,7 @@ def attention_tiles(query_block: int, key_block: int, head_dim: int, dtype: Any)
 def check_supported(operation: str, head_dim: int, *arrays: Any, block_size: int = 16) -> None:
     """Raises NotImplementedError for unsupported calls, so that backend "auto" moves on."""
     dtypes = {jnp.dtype(array.dtype) for array in arrays}
-    is_one = len(dtypes) <= 1 and dtypes <= {jnp.dtype(dtype) for dtype in DTYPES}
+    is_one = len(dtypes) <= 1 and dtypes <= {jnp.dtype(dtype) for dtype in _DTYPES}
     for fits, given, must in (
         (head_dim in (16, 32, 64, 128, 256), f"head dimension {head_dim}", "a power of two from 16 to 256"),
         (is_one, f"types {sorted(map(str, dtypes))}", "one of bfloat16, float16 and float32"),
@@ -199,11 +199,3 @@ def codes_as_float16(words: Array, *, interpret: bool) -> tuple[Array, Array]:
 def load_rows(ref: Any, inside: Array | None) -> Array:
     """A tile; rows that are not `inside` are not read and give zeros, so that NaNs cannot spread."""
     return ref[...] if inside is None else pltriton.load(ref, mask=inside, other=jnp.zeros((), ref.dtype))
-
-
-def _ignore_deprecation() -> None:
-    # JAX 0.11 deprecates Pallas-Triton in favour of Mosaic GPU, which does not run on Ampere; until JAX removes
-    # it, a warning at every compilation tells our users nothing that they could act on. JAX warns when it lowers,
-    # after the call was traced, so a `catch_warnings` around the call would be over too early: the filter stays.
-    # It is set at every trace because test runners restore the filters between tests; setting it again is free.
-    warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
