@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,9 @@ from jaxtyping import Array, Float, UInt32
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import Layout, Parameter, parameters
-from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import HeadOrders, constrained, mesh_of, reorder_heads, settled, within
 
 _Checksum: TypeAlias = tuple[tuple[int, ...], Array]  # of a tensor: its shape `[in, out]` and its two sums
-
-#: Fields of the configs that are not hashed: RoPE has its own fields, and a checkpoint's dtype may change. All others
-#: are, in profiles that live for years: a field that is added later may count only where it is not its default.
-_NOT_HASHED = ("rope", "dtype_name")
 
 
 def fingerprint(decoder: Decoder, head_orders: HeadOrders | None = None) -> str:
@@ -64,18 +59,14 @@ def tensor_checksums(parameter: Parameter, value: Float[Array, ...]) -> dict[str
 
 def combine(config: ModelConfig, checksums: Mapping[str, _Checksum]) -> str:
     """The fingerprint, of the checksums of all tensors of the checkpoint."""
-    architecture = _hashed(config) | {"rope": _hashed(config.rope)}
+    # Profiles live for years: a field of the configs that is added later may count only where it is not its default.
+    architecture = dataclasses.asdict(config)
+    del architecture["dtype_name"]  # a checkpoint's dtype may change
     digest = hashlib.sha256(json.dumps(architecture, sort_keys=True).encode())
     for name, (shape, checksum) in sorted(checksums.items()):
         digest.update(f"{name} {shape}".encode())
         digest.update(np.asarray(checksum, "<u4").tobytes())
     return digest.hexdigest()
-
-
-def _hashed(options: ModelConfig | RopeConfig) -> dict[str, Any]:
-    """The entries that are hashed."""
-    names = (field.name for field in dataclasses.fields(options) if field.name not in _NOT_HASHED)
-    return {name: getattr(options, name) for name in names}
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "mesh"))

@@ -13,7 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from tca_jax.errors import UserError, require
 from tca_jax.models.config import ModelConfig, StoredQuantization
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
+from tca_jax.models.gguf import Gguf, open_gguf
+from tca_jax.models.gguf import find_gguf as gguf_path
 from tca_jax.models.json_object import LFS_POINTER, is_lfs_pointer, read_json_object
 from tca_jax.models.names import CODES, EMBEDDING, HEAD, LAYER, Layout, Parameter, parameters
 from tca_jax.models.projections import E4M3, quantize
@@ -43,9 +45,6 @@ from tca_jax.models.sharding import (
     whole_mesh,
     within,
 )
-
-if TYPE_CHECKING:
-    from tca_jax.models.gguf import Gguf
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")  # in the checkpoint's own folder
@@ -160,16 +159,6 @@ def load_checkpoint(
     return LoadedCheckpoint(decoder, combine(config, checksums) if fingerprint_is_stale else None)
 
 
-def gguf_path(path: Path) -> Path | None:
-    """The file that `models.gguf.find_gguf` finds; its module is imported only for names with ".gguf"."""
-    names = [each.name for each in path.iterdir()] if path.is_dir() else [path.name]
-    if not any(".gguf" in name for name in names):
-        return None
-    from tca_jax.models.gguf import find_gguf
-
-    return find_gguf(path)
-
-
 def read_quantization(folder: Path) -> StoredQuantization | None:
     """The eight-bit format of a checkpoint folder, by its config.json; None for 16 bits and GGUF files."""
     path = Path(folder) / "config.json"
@@ -235,8 +224,6 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
     """Every tensor of the checkpoint, from the headers of its files; names are those of a causal model."""
     stored: dict[str, _Stored] = {}
     if (path := gguf_path(folder)) is not None:
-        from tca_jax.models.gguf import open_gguf
-
         gguf = open_gguf(path)
         return {name: _Stored(name, gguf, tensor.shape, "F32") for name, tensor in gguf.tensors.items()}
     for file, names in _files(folder).items():
