@@ -183,8 +183,7 @@ def read_config(folder: Path) -> ModelConfig:
         ValueError: it is not JSON, or the model is not supported; the message names the file.
     """
     path = Path(folder) / "config.json"
-    must = "a checkpoint folder must hold config.json"
-    require(path.is_file(), f"{path} does not exist: {must}", FileNotFoundError)
+    require(path.is_file(), f"{path} does not exist: a checkpoint folder must hold config.json", FileNotFoundError)
     entries = read_json_object(path)
     with explaining(str(path), ValueError):
         return ModelConfig.from_hf(entries)

@@ -202,8 +202,7 @@ def open_gguf(path: Path) -> Gguf:
     `path` may be any file of several by gguf-split (`-00001-of-00003.gguf`), or any of the numbered pieces of a file
     (`model.gguf.00`, as `split -d` makes them), or their common name.
     """
-    needed = "GGUF files need the package gguf: pip install gguf, or the extra 'gguf'"
-    with explaining(f"{path}: {needed}", ImportError):
+    with explaining(f"{path}: GGUF files need the package gguf: pip install gguf, or the extra 'gguf'", ImportError):
         from gguf import GGML_QUANT_SIZES
         from gguf.quants import dequantize
     metadata: dict[str, Any] = {}
@@ -278,8 +277,7 @@ def _pieces(path: Path) -> list[Path]:
     matches = {each: _PIECE.fullmatch(each.name) for each in path.parent.glob("*.gguf.*")}
     numbered = {int(match[2]): each for each, match in matches.items() if match and match[1] == path.name}
     missing = sorted(set(range(int(0 not in numbered), max(numbered, default=0))) - numbered.keys())
-    given = f"{path}: pieces {missing} are missing (there are {sorted(numbered)})"
-    require(not missing, given, FileNotFoundError)
+    require(not missing, f"{path}: pieces {missing} are missing (there are {sorted(numbered)})", FileNotFoundError)
     return [numbered[number] for number in sorted(numbered)]
 
 

@@ -244,8 +244,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     if single.is_file():
         with _opened(single) as shard:
             return {single: list(shard.keys())}
-    held = f"{folder} holds neither {_SINGLE}, {_INDEX} nor a GGUF file"
-    require(index.is_file(), held, FileNotFoundError)
+    require(index.is_file(), f"{folder} holds neither {_SINGLE}, {_INDEX} nor a GGUF file", FileNotFoundError)
     places: Any = read_json_object(index).get("weight_map")
     require(isinstance(places, dict), f"{index} is corrupt: weight_map must be an object")
     files: dict[Path, list[str]] = {}
