@@ -35,11 +35,11 @@ _KINDS: dict[str, tuple[str, ...]] = {
 _SHAPES = (*_KINDS, *_KINDS, "number", "hex")
 
 # (line of the fact, question). Small models may know no other wordings than these plain ones: every other fact has one.
-_PLAIN = (
+_PLAIN: tuple[tuple[str, ...], ...] = (
     ("The {kind} for {key} is {value}.", "{key}: {kind} {value}."),
     ("What is the {kind} for {key}?", "Please tell me the {kind} of {key}."),
 )
-_NATURAL = (
+_NATURAL: tuple[tuple[str, ...], ...] = (
     (
         "Remember that the {kind} of {key} is {value}.",
         "For {key}, the {kind} is {value}.",
@@ -100,8 +100,6 @@ def draw_facts(rng: np.random.Generator) -> list[Fact]:
 
 def _draw_fact(rng: np.random.Generator, shape: str, pairs: Iterator[str], plain: bool) -> Fact:
     kind, key = str(rng.choice(_KINDS[shape])), next(pairs)
-    wordings: tuple[str, ...]
-    questions: tuple[str, ...]
     wordings, questions = _PLAIN if plain else _NATURAL
     kinds = [kind]
     if shape == "several":

@@ -32,8 +32,7 @@ from tca_jax.errors import UserError, require
 RIDGE = 3e-3  # of the Gram matrix's diagonal
 FLOOR = 1e-7  # of targets, before their logarithms
 SHARES = np.geomspace(1e-3, 1, 301)  # kept shares whose thresholds a fit holds
-#: Map of a head that has none: it selects nothing.
-_NOTHING = -1e9
+_NOTHING = -1e9  # prediction of a head without a map: it selects nothing
 Progress = Callable[[str, int, int], None]
 
 

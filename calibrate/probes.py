@@ -12,10 +12,8 @@ from tca_jax.engine.prompts import Encoder, encode_verbatim, render_chat
 from tca_jax.methods.base import num_ranked_blocks
 from tca_jax.methods.worth import BLOCK, WINDOW
 
-#: Last tokens of a text that become a probe: any continuation needs what these need, whatever is asked.
-FOLLOWING = 256
-#: Kind of that probe.
-FOLLOW = "follow"
+FOLLOWING = 256  # last tokens of a text that become a probe: any continuation needs what these need
+FOLLOW = "follow"  # kind of that probe
 
 # Copies: enough passages that no single one decides, each long enough to be recognised and then foretold.
 _COPIES = 4
@@ -31,8 +29,7 @@ class Segment:
     """One probe, read after a text without the other probes."""
 
     ids: tuple[int, ...]  # its token ids
-    # Of each token, whether it counts: tokens of answers do, tokens of questions do not.
-    answers: tuple[bool, ...]
+    answers: tuple[bool, ...]  # of each token, whether it counts: those of answers do, those of questions do not
     kind: str  # "facts", "copy" or "follow"
 
 
@@ -135,10 +132,7 @@ def _spread(rng: np.random.Generator, count: int, size: int, end: int) -> list[i
 
 
 def _encode_asked(lm: Encoder, question: str, answer: str, values: Sequence[str]) -> Segment:
-    """A question and its answer as turns of the model's chat template, or as lines where it has none.
-
-    Tokens count that reach into the values; all do if the template rewrites the answer or the tokenizer has no offsets.
-    """
+    """A question and its answer as turns of the model's chat template, or as lines where it has none."""
     text, before = f"\n{question} {answer}", f"\n{question} "
     if getattr(lm.tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -151,7 +145,7 @@ def _encode_asked(lm: Encoder, question: str, answer: str, values: Sequence[str]
         end = place
     begun = len(text) - len(text.removeprefix(getattr(lm.tokenizer, "bos_token", None) or ""))  # by the text in front
     ids = encode_verbatim(lm, text[begun:], "probes")
-    counts = [True] * len(ids)
+    counts = [True] * len(ids)  # all, if the template rewrites the answer or the tokenizer has no offsets
     if spans and getattr(lm.tokenizer, "is_fast", False):
         encoded = lm.tokenizer(text[begun:], verbose=False, add_special_tokens=False, return_offsets_mapping=True)
         offsets = [(a + begun, b + begun) for a, b in encoded["offset_mapping"]]

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float32, Float64
 
 from tca_jax.calibration.predicted_worth import SHARES, Progress, WorthMaps, fit_worth, pack_texts
-from tca_jax.calibration.probes import FOLLOW, ProbedText, Segment, probed_texts
+from tca_jax.calibration.probes import FOLLOW, ProbedText, probed_texts
 from tca_jax.calibration.repetition import CHUNK, chat_frame, repetition_request, repetition_rows
 from tca_jax.engine.contexts import prefill
 from tca_jax.engine.lm import LM
@@ -291,16 +291,11 @@ def _mean(figures: np.ndarray) -> float:
     return float(measured.mean()) if measured.size else math.nan
 
 
-def _counted(segment: Segment) -> tuple[int, int]:
-    """The first token of a probe that counts, at least the second one, and the one after the last."""
-    places = np.flatnonzero(segment.answers)
-    return max(1, int(places[0])), int(places[-1]) + 1
-
-
 def _answers(lm: LM, text: ProbedText) -> dict[str, list[Any]]:
     """Whether facts and copies are right, and the loss of the text that follows, after a text."""
     asked = [segment for segment in text.segments if any(segment.answers)]
-    spans = [_counted(segment) for segment in asked]
+    counted = (np.flatnonzero(segment.answers) for segment in asked)
+    spans = [(max(1, int(places[0])), int(places[-1]) + 1) for places in counted]  # nothing predicts the first token
     prompts = [list(segment.ids[:first]) for segment, (first, _) in zip(asked, spans, strict=True)]
     given = [[list(segment.ids[first:end])] for segment, (first, end) in zip(asked, spans, strict=True)]
     found = score_answers(lm, prompts, given, context=prefill(lm, list(text.ids)))
