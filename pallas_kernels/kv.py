@@ -26,14 +26,10 @@ from jaxtyping import Array, Float, Float16, Float32, Int, Int8, UInt16
 from tca_jax.errors import require
 from tca_jax.pallas_kernels.checks import check_heads, check_shape, check_shapes, is_multiple
 
-#: Regions of the pool start on multiples of this, so that tiles and TMA loads are aligned.
-REGION_ALIGNMENT = 128
-#: Dtype of the codes.
+REGION_ALIGNMENT = 128  # regions of the pool start on multiples of it, so that tiles and TMA loads are aligned
 CODES = jnp.dtype(jnp.float8_e4m3fn)
-#: No vector has a smaller exponent.
-LEAST_EXPONENT = -100
-#: Exponent of what `unpack` leaves out.
-UNPACKED = 8
+LEAST_EXPONENT = -100  # of any vector
+UNPACKED = 8  # exponent of what `unpack` leaves out
 _FRACTION, _POWER = np.float32(0.875), 9  # the largest code is 448 = 0.875 * 2 ** 9
 
 
@@ -67,13 +63,8 @@ class EightBits:
         """Dtype of the codes."""
         return CODES
 
-    def reshape(self, *shape: int) -> EightBits:
-        """The vectors in another shape, of which the last axis stays."""
-        return EightBits(self.words.reshape(*shape[:-1], self.words.shape[-1]), self.exponents.reshape(shape[:-1]))
 
-
-#: Vectors as a cache stores them.
-Stored = Array | EightBits
+Stored = Array | EightBits  # vectors as a cache stores them
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
@@ -124,10 +115,9 @@ def check_pages(arrays: Mapping[str, tuple[Any, str]], caches: tuple[Pages, ...]
     for i, cache in enumerate(caches):
         own = {name: size for name, size in sizes.items() if name not in ("P", "T", "R", "A")}
         rows = "R" if cache.part is None else "A"
-        for name, dims in (("k", "P b d"), ("v", "P b d"), ("table", f"{rows} Hkv T"), ("kept", f"{rows} Hkv")):
-            own = check_shape(f"caches[{i}].{name}", getattr(cache, name), dims, own)
-        for name in ("start", "end"):
-            own = check_shape(f"caches[{i}].{name}", getattr(cache, name), "R", own)
+        dims = {"k": "P b d", "v": "P b d", "table": f"{rows} Hkv T", "kept": f"{rows} Hkv", "start": "R", "end": "R"}
+        for name, axes in dims.items():
+            own = check_shape(f"caches[{i}].{name}", getattr(cache, name), axes, own)
         must = f"must divide the {sizes['B']} rows of queries"
         require(is_multiple(sizes["B"], own["R"]), f"caches[{i}] has {own['R']} rows: {must}")
         sizes = own
