@@ -12,8 +12,7 @@ from jaxtyping import Array
 
 from tca_jax.errors import UserTypeError, check_integer, require
 
-#: What public functions take for an array.
-AnyArray = jax.Array | np.ndarray
+AnyArray = jax.Array | np.ndarray  # what public functions take for an array
 
 
 def check_shape(argument: str, array: Any, dims: str, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-#: Turns a logarithm to base e into one to base 2.
-LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)  # turns a logarithm to base e into one to base 2
 
 
 def quotient_and_remainder(index: Any, size: int) -> tuple[Any, Any]:

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-#: Score of a masked token: finite, so that a row of masked tokens gives zeros and never NaN.
-MASKED = -1e30
+MASKED = -1e30  # score of a masked token: finite, so that a row of masked tokens gives zeros and never NaN
 _T = TypeVar("_T")
 
 

@@ -25,8 +25,7 @@ from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)  # that the kernels take; all their arithmetic is float32
 _WEIGHT_BITS = 12  # weights are at most 2 ** 12 where they are multiplied by values: float16 is exact down to 2 ** -14
 
-#: Sums of weighted values in parts, largest score and sum of the weights.
-PartedState = tuple[tuple[Array, ...], Array, Array]
+PartedState = tuple[tuple[Array, ...], Array, Array]  # sums of weighted values in parts, largest score, sum of weights
 
 
 def triton_call(

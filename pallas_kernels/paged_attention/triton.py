@@ -39,8 +39,7 @@ from tca_jax.pallas_kernels.triton_call import (
 )
 
 _LEAST_EIGHT_BITS = 32  # head dimension: a product takes half of it, from 16 on
-#: Largest score before any: below all real ones, above masked ones, and exact however it is scaled.
-_LOWEST = -(2.0**96)
+_LOWEST = -(2.0**96)  # largest score before any: below all real ones, above masked ones, exact however it is scaled
 _SMALLEST_PAGE = 16  # what a matrix unit takes
 
 
@@ -84,9 +83,7 @@ def paged_attention(
     config: PagedConfig | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """One softmax over all pages; see `paged_attention.paged_attention`.
-
-    Tokens that no query attends to are never read."""
+    """One softmax over all pages, of which only attended tokens are read; see `paged_attention.paged_attention`."""
     batch, queries, q_heads, head_dim = q.shape
     stored = [x for cache in caches for x in (cache.k, cache.v) if not isinstance(x, EightBits)]
     check_supported("paged_attention", head_dim, q, *stored)
@@ -192,17 +189,13 @@ def _attend_span(
     region: Array,
     q: tuple[Array, ...],
     positions: Array,
-    asked: tuple[Array, Array],
-    between: tuple[Array, Array],
+    asked: tuple[Array, Array],  # positions of the first query and the last; tiles past it have no number
+    between: tuple[Array, Array],  # first and past-the-last number
     state: PartedState,
     *,
     interpret: bool,
 ) -> PartedState:
-    """Takes some tiles of a region's tokens in one cache: the n-th of its tiles, n in `between`.
-
-    Tiles are numbered so that those without a mask come first: whole ones of kept tokens, then those of the window up
-    to the first query, `asked[0]`. Tiles that lie behind the last query, `asked[1]`, have no number.
-    """
+    """Takes the tiles of a region's tokens in one cache with some numbers; those without a mask have the first ones."""
     keys, in_eight_bits = plan.keys, isinstance(cache.k, EightBits)
     if in_eight_bits and q[0].dtype != jnp.float32:
         q = tuple(part.astype(jnp.float16) for part in q)  # which holds codes, too

@@ -14,8 +14,7 @@ from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like
 from tca_jax.pallas_kernels.online_softmax import OnlineSoftmax
 from tca_jax.pallas_kernels.tiles import tile_map
 
-#: Tokens that are taken at once.
-_TOKENS = 1024
+_TOKENS = 1024  # that are taken at once
 
 
 @partial(jax.jit, static_argnames=("window",))

@@ -22,10 +22,8 @@ from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, triton_call
 
-#: Largest block whose pairs of tokens one program compares.
-MAX_BLOCK = 256
-#: Rows that a program clears at once.
-_CLEARED = 32
+MAX_BLOCK = 256  # the largest whose pairs of tokens one program compares
+_CLEARED = 32  # rows that a program clears at once
 
 
 @partial(jax.jit, static_argnames=("block_size", "pool_tokens", "rows", "cleared", "interpret"))
