@@ -173,8 +173,7 @@ def save_decoder(
 
     `dtype` is that of the stored weights; `config_entries`, such as `eos_token_id`, are added to config.json.
     """
-    name = jnp.dtype(dtype).name
-    write_config(folder, dataclasses.replace(decoder.config, dtype_name=name), config_entries)
+    write_config(folder, dataclasses.replace(decoder.config, dtype_name=jnp.dtype(dtype).name), config_entries)
     tensors: dict[str, np.ndarray] = {}
     for parameter in parameters(decoder):
         parts = parameter.layout.split(np.asarray(parameter.variable[...].astype(dtype)))

@@ -48,8 +48,7 @@ class Pool(NamedTuple):
 class EightBits:
     """Vectors, each codes * 2 ** exponent."""
 
-    # uint16 `[..., d / 2]`: the code of entry j in the low byte of word j, that of j + d / 2 in the high one.
-    words: UInt16[Array, "*s half"]
+    words: UInt16[Array, "*s half"]  # uint16 `[..., d / 2]`: codes of entries j (low byte) and j + d / 2 (high byte)
     exponents: Int8[Array, "*s"]  # int8 `[...]`
 
     @property

@@ -1,7 +1,4 @@
-"""Observation scores: the most that any of the last prompt queries attends to a token, spread to those that follow.
-
-docs/method.md, "Reserve".
-"""
+"""Observation scores: the most that any of the last prompt queries attends to a token, spread to those that follow."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def observation_scores(
 
     With s_obs[j] the maximum, over those queries and the query heads of the group, of softmax(q K^T / sqrt(d)) at
     token j, the score is max over 0 <= a < spread of decay^a s_obs[j - a]: a token inherits from those before it, for
-    a head that copies looks at one token and needs the ones that follow next.
+    a head that copies looks at one token and needs the ones that follow next (docs/method.md, "Reserve").
 
     Args:
         q_last: Last prompt queries [B, o, Hq, d]; q_last[:, -a] is the query at position length - a. Those at negative

@@ -1,7 +1,4 @@
-"""Reserve tokens: the highest scores of a head over all of its ranked tokens, whatever their blocks.
-
-docs/method.md, "Reserve".
-"""
+"""Reserve tokens: a head's highest scores over all of its ranked tokens, whatever their blocks (docs/method.md)."""
 
 from __future__ import annotations
 

@@ -47,5 +47,4 @@ def causal_attention(
     nothing, zeros = jnp.zeros((_BLOCK, head_dim), k.dtype), jnp.zeros((batch, kv_heads), jnp.int32)
     budgets = jnp.zeros((batch, kv_heads, length // _BLOCK), jnp.int32)
     pool, window = Pool(nothing, nothing, zeros, zeros), round_up(length, _BLOCK)
-    attend = dispatch("prefill_attention", backend)
-    return attend(q, k, v, pool, budgets, lengths, block_size=_BLOCK, window=window)
+    return dispatch("prefill_attention", backend)(q, k, v, pool, budgets, lengths, block_size=_BLOCK, window=window)

@@ -38,15 +38,9 @@ def select_tokens(
         The pool: keys and values [P, d], zero where no token lies, `offsets`, and the tokens kept, int32 [B, Hkv].
     """
     check_blocks(block_size)
-    sizes = check_shapes(
-        {
-            "k": (k, "B L Hkv d"),  # first: wrong scores of a method are named, not the keys
-            "v": (v, "B L Hkv d"),
-            "scores": (scores, "B Hkv L"),
-            "budgets": (budgets, "B Hkv nb"),
-            "offsets": (offsets, "B Hkv"),
-        }
-    )
+    # Keys come first: wrong scores of a method are named, not the keys.
+    tokens = {"k": (k, "B L Hkv d"), "v": (v, "B L Hkv d"), "scores": (scores, "B Hkv L")}
+    sizes = check_shapes(tokens | {"budgets": (budgets, "B Hkv nb"), "offsets": (offsets, "B Hkv")})
     check_whole_blocks("budgets", sizes, block_size)
     implementation = dispatch("select_tokens", backend)
     return implementation(scores, budgets, k, v, offsets, block_size=block_size, pool_tokens=pool_tokens)
