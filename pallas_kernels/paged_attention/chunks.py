@@ -76,12 +76,16 @@ class ChunkPlan:
     def place(self, row: Array) -> tuple[Array, Array]:
         """Region of a row of `[B m Hq, d]`, and which of the region's query rows it is."""
         index, member = quotient_and_remainder(row, self.group)
+        if self.queries == 1:
+            return index, member
         token, kv_head = quotient_and_remainder(index, self.kv_heads)
         batch, query = quotient_and_remainder(token, self.queries)
         return batch * self.kv_heads + kv_head, query * self.group + member
 
     def whereabouts(self, region: Array, numbers: Array) -> Array:
         """The inverse of `place`: places in `[B m Hq, d]` of a region's query rows `numbers`."""
+        if self.queries == 1:
+            return region * self.group + numbers
         batch, kv_head = quotient_and_remainder(region, self.kv_heads)
         query = lax.div(numbers, jnp.full_like(numbers, self.group))
         member = numbers - query * self.group
