@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from random_decoders import causal
 from tiny import CONFIG
 
 from tca_jax.models.rope import fixed_frequencies
@@ -124,12 +125,8 @@ def full_attention_inputs(lm, ids):
     inputs, padding = [], -len(ids) % 96  # behind the tokens, which do not see it: few shapes are compiled
 
     def attention(layer, q, k, v, state):
-        arrays = [np.asarray(x[0], np.float64) for x in (q, k, v)]
-        inputs.append([x[: len(ids)] for x in arrays])
-        group = CONFIG.num_heads // CONFIG.num_kv_heads
-        heads = [oracle.probabilities(arrays[0][:, h], arrays[1][:, h // group]) for h in range(CONFIG.num_heads)]
-        out = [head @ arrays[2][:, h // group] for h, head in enumerate(heads)]
-        return jnp.asarray(np.stack(out, axis=1), jnp.float32)[None], None
+        inputs.append([np.asarray(x[0, : len(ids)], np.float64) for x in (q, k, v)])
+        return causal(layer, q, k, v, state)
 
     tokens = jnp.array([[*ids, *[0] * padding]])
     lm.decoder(tokens, jnp.arange(tokens.shape[1])[None], attention, (None,) * CONFIG.num_layers)

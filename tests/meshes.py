@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from random_decoders import random_decoder, with_heads
+from random_decoders import random_decoder, with_heads, without_zeros
 from tiny import CONFIG, TCA
 
 import tca_jax
@@ -46,13 +46,7 @@ def lm_of(
     """A random model without zeros. On a mesh, caches of TCA with such budgets balance."""
     sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * group, "hidden_size": 64, "intermediate_size": 96}
     config = dataclasses.replace(CONFIG, **{**sizes, **changes})
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        noise = rng.standard_normal(shape)
-        return noise / np.sqrt(shape[0]) if len(shape) >= 2 else 1 + 0.1 * noise
-
-    decoder = random_decoder(config, draw, dtype)
-    lm = tca_jax.LM.from_decoder(decoder, mesh=mesh, name=name)
+    lm = tca_jax.LM.from_decoder(random_decoder(config, without_zeros, dtype), mesh=mesh, name=name)
     if mesh is None:
         return lm
     candidates = np.array(with_tca(lm, rows).method.cache.candidates, np.int32)

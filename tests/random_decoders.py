@@ -17,6 +17,12 @@ from tca_jax.models.names import parameters
 from tca_jax.models.sharding import reorder_heads
 
 
+def without_zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Weights that keep the size of activations, biases that count, and norms about 1."""
+    noise = rng.standard_normal(shape)
+    return noise / np.sqrt(shape[0]) if len(shape) >= 2 else 1 + 0.1 * noise
+
+
 def random_decoder(
     config: ModelConfig,
     draw: Callable[..., np.ndarray] = np.random.Generator.standard_normal,
@@ -28,6 +34,12 @@ def random_decoder(
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(seed)
     return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(draw(rng, x.shape), x.dtype), state))
+
+
+def causal(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """Full attention by JAX, for a pass of a decoder."""
+    with jax.default_matmul_precision("highest"):  # not TF32
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True), state
 
 
 def with_heads(decoder: Decoder, orders: Any) -> Decoder:

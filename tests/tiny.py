@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from flax import nnx
+from random_decoders import causal
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -22,7 +23,6 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.models.params import save_decoder
 from tca_jax.models.rope import RopeConfig
 from tca_jax.pallas_kernels.kv import decode, empty, encode
-from tca_jax.pallas_kernels.numerics import round_up
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4}
 SIZES |= {"num_kv_heads": 2, "head_dim": 16, "max_positions": 4096}
@@ -120,9 +120,7 @@ class DenseReference:
                 budget = max(1, int(np.dot(shares, oracle.sizes(self.config))))
                 kept |= set(block[np.argsort(-scores, kind="stable")[:budget]].tolist())
             visible = np.array(sorted(kept | set(range(edge, position + 1))))
-        chosen = logits[visible, query_head % group]
-        weights = np.exp(chosen - chosen.max())
-        return weights @ values[visible] / weights.sum()
+        return oracle.softmax(logits[visible, query_head % group]) @ values[visible]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -132,9 +130,7 @@ def _read_densely(graphdef, config, params, tokens, lengths, candidates):
 
     def attention(layer, q, k, v, state):
         if config is None:
-            dense = tca_jax.TCAConfig(window=round_up(tokens.shape[1], 128))
-            rows = jnp.full(CONFIG.num_kv_heads, dense.num_candidates, jnp.int32)
-            return tca_jax.attend(q, k, v, rows, lengths, dense), (k, v, None)
+            return causal(layer, q, k, v, (k, v, None))
         observed = jnp.maximum(0, lengths[0] - config.observation + jnp.arange(config.observation))
         mask = tca_jax.select(q[:, observed], k, candidates[layer], lengths, config)
         return tca_jax.attend(q, k, v, candidates[layer], lengths, config), (k, v, mask)
@@ -144,14 +140,13 @@ def _read_densely(graphdef, config, params, tokens, lengths, candidates):
     return layers, decoder.logits(hidden[0])
 
 
-def greedy_reference(lm: tca_jax.LM, prompt: list[int], new_tokens: int) -> tuple[list[int], np.ndarray]:
-    """Greedy answer of the dense reference and the logits of each step."""
+def greedy_reference(lm: tca_jax.LM, prompt: list[int], new_tokens: int) -> list[int]:
+    """Greedy answer of the dense reference."""
     reference = DenseReference(lm, prompt)
-    tokens, logits = [int(np.argmax(reference.logits))], [reference.logits]
-    for step in range(new_tokens - 1):
-        logits.append(reference.step(tokens[-1], len(prompt) + step))
-        tokens.append(int(np.argmax(logits[-1])))
-    return tokens, np.stack(logits)
+    tokens = [int(np.argmax(reference.logits))]
+    for position in range(len(prompt), len(prompt) + new_tokens - 1):
+        tokens.append(int(np.argmax(reference.step(tokens[-1], position))))
+    return tokens
 
 
 def write_checkpoint(

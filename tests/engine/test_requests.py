@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_decoders import causal
 from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
 
 import tca_jax
@@ -81,12 +82,7 @@ def test_score_is_the_log_softmax_of_positions(lm, method, monkeypatch):
             assert [value for _, value in pairs] == sorted((value for _, value in pairs), reverse=True)
     assert scores.tokens == prompts
     (first,) = tca_jax.score(lm.with_method("full"), prompts[1]).logprobs
-
-    def attention(layer, q, k, v, state):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True), None
-
-    with jax.default_matmul_precision("highest"):
-        hidden, _ = lm.decoder(jnp.array([prompts[1]]), jnp.arange(83)[None], attention, (None, None))
+    hidden, _ = lm.decoder(jnp.array([prompts[1]]), jnp.arange(83)[None], causal, (None, None))
     expected = jax.nn.log_softmax(lm.decoder.logits(hidden[0]))[jnp.arange(82), jnp.array(prompts[1][1:])]
     np.testing.assert_allclose(first, expected, atol=2e-5)
 

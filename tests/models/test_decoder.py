@@ -7,24 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from random_decoders import random_decoder
+from random_decoders import causal, random_decoder, without_zeros
 
 from tca_jax.models import decoder as decoder_module
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import RMSNorm
 
 NO_STATES = (None, None)
-
-
-def causal(layer, q, k, v, state):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True), state
-
-
-def make(config, seed=0, dtype=jnp.float32):
-    """About what training begins with."""
-    return random_decoder(
-        config, lambda rng, shape: 0.02 * rng.standard_normal(shape) if len(shape) > 1 else np.ones(shape), dtype, seed
-    )
 
 
 def inputs(config, rows=2, length=11):
@@ -49,9 +38,9 @@ def config(config_entries):
 
 @pytest.mark.parametrize("chunk", [8, 11])  # 22 tokens: two chunks of 8 and the rest
 def test_chunks_of_tokens_change_nothing(chunk, config, monkeypatch):
-    whole = hidden_states(*nnx.split(make(config)), *inputs(config))
+    whole = hidden_states(*nnx.split(random_decoder(config, without_zeros)), *inputs(config))
     monkeypatch.setattr(decoder_module, "_CHUNK_ELEMENTS", chunk * config.intermediate_size)
-    arguments = (*nnx.split(make(config)), *inputs(config))
+    arguments = (*nnx.split(random_decoder(config, without_zeros)), *inputs(config))
     program = str(jax.make_jaxpr(hidden_states, static_argnums=0)(*arguments))
     assert program.count("scan[") == 2 * config.num_layers  # before attention and after it
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), hidden_states(*arguments), whole)
@@ -72,7 +61,7 @@ def test_norms_round_once(config):
 
 def test_float32_products_have_full_precision(config):
     """On a GPU the default would be TF32, which no test on a CPU would notice."""
-    decoder = make(config)
+    decoder = random_decoder(config, without_zeros)
 
     def logits(tokens, positions):
         hidden, _ = decoder(tokens, positions, lambda layer, q, k, v, state: (q, state), NO_STATES)

@@ -2,15 +2,15 @@
 
 import contextlib
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from random_decoders import assert_equal_weights, random_decoder, with_heads
+from random_decoders import assert_equal_weights, causal, random_decoder, with_heads, without_zeros
 
 from tca_jax.models import decoder
 from tca_jax.models.config import ModelConfig
@@ -21,9 +21,6 @@ from tca_jax.models.sharding import check_mesh, mesh_of, shard_decoder, whole_me
 
 HEADS = {1: (4, 4), 4: (16, 4), 7: (28, 4)}  # group -> query heads, KV heads
 ORDERS = ((2, 0, 3, 1), (1, 3, 0, 2))
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-
-needs_4_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 
 
 def config_of(config_entries, family="llama", group=4, **changes):
@@ -32,30 +29,16 @@ def config_of(config_entries, family="llama", group=4, **changes):
     return ModelConfig.from_hf(config_entries(family, **sizes, **changes))
 
 
-def make(config):
-    """A model without zeros: biases and norms are drawn too."""
-    return random_decoder(config, lambda rng, shape: rng.standard_normal(shape) / math.sqrt(shape[0]))
-
-
-def mesh_4(kind="auto", axes=("data", "model"), shape=(1, 4)):
-    devices = jax.devices()[: math.prod(shape)]
-    return jax.make_mesh(shape, axes, (KINDS[kind],) * len(axes), devices=devices)
-
-
 def logits(decoder):
     tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, decoder.config.vocab_size)
-
-    def attention(layer, q, k, v, state):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True), state
-
-    hidden, _ = decoder(tokens, jnp.broadcast_to(jnp.arange(9), tokens.shape), attention, (None, None))
+    hidden, _ = decoder(tokens, jnp.broadcast_to(jnp.arange(9), tokens.shape), causal, (None, None))
     return np.asarray(decoder.logits(hidden))
 
 
 @pytest.mark.parametrize(("family", "group"), [("llama", 1), ("qwen2", 4), ("qwen3", 7)])
 def test_results_do_not_depend_on_the_heads_order(family, group, config_entries):
     biased = {"attention_bias": True} if family != "qwen2" else {}
-    decoder = make(config_of(config_entries, family, group, **biased))
+    decoder = random_decoder(config_of(config_entries, family, group, **biased), without_zeros)
     moved = with_heads(decoder, ORDERS)
     np.testing.assert_allclose(logits(moved), logits(decoder), atol=2e-5, rtol=1e-5)
     kernel, old = moved.layers[1].attention.qkv.kernel[...], decoder.layers[1].attention.qkv.kernel[...]
@@ -63,7 +46,6 @@ def test_results_do_not_depend_on_the_heads_order(family, group, config_entries)
     assert_equal_weights(with_heads(moved, np.argsort(ORDERS, axis=1).tolist()), decoder)
 
 
-@needs_4_devices
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("tokens", "operation"), [(1, "all-reduce"), (16, "all-reduce"), (17, "all-gather")])
 def test_the_width_is_gathered_exactly(tokens, operation, dtype, monkeypatch):
@@ -72,24 +54,23 @@ def test_the_width_is_gathered_exactly(tokens, operation, dtype, monkeypatch):
     monkeypatch.setattr(decoder, "_SMALL_SUM", 16 * 24 * whole.dtype.itemsize)
     split = PartitionSpec(None, None, "model")
     # Each device returns the whole: side by side, as many copies as devices.
-    gather = jax.shard_map(
-        lambda part: decoder.gather_width(part),
-        mesh=mesh_4(axes=("model",), shape=(4,)),
-        in_specs=split,
-        out_specs=split,
-    )
-    run = jax.jit(gather)
+    specs = {"mesh": meshes.mesh_of((4,), ("model",)), "in_specs": split, "out_specs": split}
+    run = jax.jit(jax.shard_map(lambda part: decoder.gather_width(part), **specs))
     np.testing.assert_array_equal(run(whole), jnp.tile(whole, 4))
     assert operation in run.lower(whole).compile().as_text()
 
 
-@needs_4_devices
 @pytest.mark.parametrize(
-    ("axes", "shape", "kind"),
-    [(("data", "model"), (1, 4), "auto"), (("model", "data"), (2, 2), "explicit"), (("data",), (2,), "explicit")],
+    ("shape", "axes", "kind"),
+    [
+        ((1, 4), ("data", "model"), AxisType.Auto),
+        ((2, 2), ("model", "data"), AxisType.Explicit),
+        ((2,), ("data",), AxisType.Explicit),
+    ],
 )
-def test_heads_are_exchanged_on_every_mesh(axes, shape, kind, config_entries):
-    decoder, mesh = make(config_of(config_entries, "qwen2")), mesh_4(kind, axes, shape)
+def test_heads_are_exchanged_on_every_mesh(shape, axes, kind, config_entries):
+    decoder = random_decoder(config_of(config_entries, "qwen2"), without_zeros)
+    mesh = meshes.mesh_of(shape, axes, kind)
     sharded = shard_decoder(decoder, mesh)
     assert {mesh_of(weight) for weight in jax.tree.leaves(nnx.state(sharded))} == {whole_mesh(mesh)}
     assert_equal_weights(sharded, decoder)
@@ -120,20 +101,19 @@ def test_meshes_must_divide_the_model(shape, changes, message, config_entries):
 # --- checkpoints read straight into shards ----------------------------------------------------------
 
 MESHES = {
-    "auto": {},
-    "model first": {"kind": "explicit", "axes": ("model", "data"), "shape": (2, 2)},
-    "data alone": {"kind": "explicit", "axes": ("data",), "shape": (4,)},
+    "auto": ((1, 4),),
+    "model first": ((2, 2), ("model", "data"), AxisType.Explicit),
+    "data alone": ((4,), ("data",), AxisType.Explicit),
 }
 
 
-@needs_4_devices
 @pytest.mark.integration
 @pytest.mark.parametrize(("name", "family"), [("auto", "qwen2"), ("model first", "llama"), ("data alone", "qwen3")])
 def test_weights_and_fingerprint_are_those_of_one_device(name, family, config, config_entries, tmp_path):
     if family != "llama":
         config = ModelConfig.from_hf(config_entries(family, num_key_value_heads=4))
     save_decoder(tmp_path, random_decoder(config), jnp.float32)
-    mesh, alone = mesh_4(**MESHES[name]), load_checkpoint(tmp_path, config, jnp.float32).decoder
+    mesh, alone = meshes.mesh_of(*MESHES[name]), load_checkpoint(tmp_path, config, jnp.float32).decoder
     loaded = load_checkpoint(tmp_path, config, jnp.float32, mesh=mesh).decoder
     assert_equal_weights(loaded, alone)
     assert nnx.graphdef(loaded) == nnx.graphdef(alone)
@@ -154,12 +134,12 @@ class Counted:
         return self.array[index]
 
 
-@needs_4_devices
 @pytest.mark.parametrize(("name", "parts"), [("auto", 4), ("model first", 2), ("data alone", 1)])
 def test_each_part_of_a_tensor_is_read_once(name, parts, config):
+    mesh = whole_mesh(meshes.mesh_of(*MESHES[name]))
     for parameter in parameters(random_decoder(config)):
         split = 1 if parameter.split_axis is None else parts
         for tensor, shape in parameter.shapes.items():
             view = Counted(shape)
-            read_tensor(view, shape, parameter.stored_spec, whole_mesh(mesh_4(**MESHES[name])))
+            read_tensor(view, shape, parameter.stored_spec, mesh)
             assert view.sizes == [view.array.size // split] * split, tensor
