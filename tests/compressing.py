@@ -115,11 +115,6 @@ def adakv_counts(scores, mean, safeguard, protects):
     return counts if protects else np.rint(counts * (1 - safeguard) + int(mean * safeguard)).astype(int)
 
 
-def highest(scores, count, ranked_tokens):
-    """Positions of the highest scores of one head among its first tokens."""
-    return set(np.argsort(-scores[:ranked_tokens], kind="stable")[:count].tolist())
-
-
 def full_attention_inputs(lm, ids):
     """q, k and v of every layer under full attention, float64, without an axis of rows."""
     inputs, padding = [], -len(ids) % 96  # behind the tokens, which do not see it: few shapes are compiled

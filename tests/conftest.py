@@ -43,6 +43,7 @@ _hook.__enter__()
 
 import jax  # noqa: E402
 
+from tca_jax.loading import load  # noqa: E402
 from tca_jax.methods import worth  # noqa: E402
 from tca_jax.pallas_kernels import kv  # noqa: E402
 
@@ -64,7 +65,6 @@ FIRST = (
 #: Files and folders of tests/ that run whole commands, examples, trained models, several processes or meshes, or all
 #: methods in turn. `make test-integration` runs them and the tests of other files that are marked `integration`.
 INTEGRATION = (
-    "calibrate/test_mesh.py",
     "engine/test_mesh.py",
     "lab/benchmarks",
     "lab/evaluation/test_answering.py",
@@ -148,6 +148,28 @@ def no_type_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    """The tiny model under full attention, without a tokenizer."""
+    from tiny import tiny_lm
+
+    return tiny_lm()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder with the tiny model and its tokenizer."""
+    from tiny import write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def written(checkpoint):
+    """The tiny model with its tokenizer."""
+    return load(checkpoint)
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,11 @@ def observation_scores(q_last, k, spread, decay=0.98):
     return np.array([max(decay**a * observed[j - a] for a in range(min(spread, j + 1))) for j in range(len(k))])
 
 
+def highest(values, count):
+    """Indices of the `count` highest values, ties to the lower one."""
+    return set(np.argsort(-np.asarray(values), kind="stable")[:count].tolist())
+
+
 def reserve_tokens(scores, ranked, reserve):
     """Bool [L]: the `reserve` highest of the first `ranked` scores [L], ties to the lower position."""
     marked = np.zeros(len(scores), bool)

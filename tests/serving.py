@@ -7,6 +7,7 @@ import time
 import httpx
 import openai
 import uvicorn
+from tiny import random_prompt
 
 from tca_jax.programs import Compiled, Program
 from tca_jax.serve.server import Server, Settings
@@ -39,6 +40,11 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+def question(number):
+    """Token ids of one of many questions of few lengths."""
+    return random_prompt(100 + number, 1 + 5 * number % 8)
 
 
 class Running:

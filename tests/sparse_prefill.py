@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from oracle import probabilities, softmax
+from oracle import highest, probabilities, softmax
 
 
 def of_blocks(pairs, n, block):
@@ -55,11 +55,6 @@ def diagonal(attention, offset):
     return sum(attention[a, n - count + a - offset] for a in range(max(0, count + offset - n), count))
 
 
-def best(values, count):
-    """Indices of the highest values, ties to the lower one."""
-    return set(np.argsort(-np.asarray(values), kind="stable")[:count].tolist())
-
-
 def flexprefill(q, k, *, gamma, tau, min_budget, block):
     n, d = q.shape
     blocks, least = math.ceil(n / block), max(1, math.ceil(min_budget / block))
@@ -81,7 +76,7 @@ def flexprefill(q, k, *, gamma, tau, min_budget, block):
     for tokens, sums in ((vertical, columns), (slash, diagonals)):
         needed = 1 + int((np.cumsum(np.sort(tokens)[::-1]) < gamma).sum())
         number = least if aware else max(least, needed // block + 1)
-        lines.append(best(np.concatenate([[np.inf], sums[1:]]), number))
+        lines.append(highest(np.concatenate([[np.inf], sums[1:]]), number))
     pairs += [(t, j) for t in range(blocks) for j in lines[0] if j <= t]
     pairs += [(t, t - r) for t in range(blocks) for r in lines[1] if r <= t]
     if aware:
@@ -98,7 +93,7 @@ def vertical_slash(q, k, columns, diagonals, nearest=100):
     attention = last_rows(q, k, 64)
     vertical, slash = attention.sum(axis=0), np.array([diagonal(attention, o) for o in range(len(q))])
     vertical[:30], slash[:nearest] = np.inf, np.inf
-    return best(vertical, max(columns, 30)), best(slash, max(diagonals, 50))
+    return highest(vertical, max(columns, 30)), highest(slash, max(diagonals, 50))
 
 
 def minference(q, k, *, kind, columns, diagonals, block, blocks=100):
@@ -106,7 +101,7 @@ def minference(q, k, *, kind, columns, diagonals, block, blocks=100):
     if kind == "block_sparse":
         sums = [np.array([x[j * block : (j + 1) * block].sum(axis=0) for j in range(count)]) for x in (q, k)]
         scores = sums[0] @ sums[1].T
-        return of_blocks([(t, j) for t in range(count) for j in best(scores[t, : t + 1], blocks) | {t}], n, block)
+        return of_blocks([(t, j) for t in range(count) for j in highest(scores[t, : t + 1], blocks) | {t}], n, block)
     if kind == "a_shape":
         taken, lines = set(range(min(columns, n))), set(range(min(diagonals, n)))
     else:

@@ -25,21 +25,11 @@ from tca_jax.models.params import save_decoder
 OPTIONS = {"max_new_tokens": 60, "stop_token_ids": ()}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def lm(folder):
-    return tca_jax.load(folder)
-
-
-def test_a_folder_gives_the_saved_models_answers(lm, tmp_path, monkeypatch):
+def test_a_folder_gives_the_saved_models_answers(written, tmp_path, monkeypatch):
     prompt, seen = random_prompt(0, 5), []
     expected = tca_jax.generate(tiny_lm(), prompt, **OPTIONS).tokens
-    assert lm.params["embedding"][...].dtype == jnp.float32  # the CPU's default
-    assert tca_jax.generate(lm, prompt, **OPTIONS).tokens == expected
+    assert written.params["embedding"][...].dtype == jnp.float32  # the CPU's default
+    assert tca_jax.generate(written, prompt, **OPTIONS).tokens == expected
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "recall-tiny", tokenizer=False)  # folders go before shipped names
     plain = tca_jax.load("recall-tiny", progress=lambda done, total: seen.append((done, total)))
@@ -49,8 +39,8 @@ def test_a_folder_gives_the_saved_models_answers(lm, tmp_path, monkeypatch):
     assert seen[-1][0] == seen[-1][1] > 10
 
 
-def test_generation_ends_at_the_checkpoints_stop_tokens(folder, tmp_path):
-    free = tca_jax.generate(tca_jax.load(folder), "hello", **OPTIONS)
+def test_generation_ends_at_the_checkpoints_stop_tokens(checkpoint, tmp_path):
+    free = tca_jax.generate(tca_jax.load(checkpoint), "hello", **OPTIONS)
     other = write_checkpoint(tmp_path, eos_token_id=[free.tokens[0][4], 96])
     lm = tca_jax.load(other)
     assert lm.eos_token_ids == (free.tokens[0][4], 96)
@@ -58,19 +48,19 @@ def test_generation_ends_at_the_checkpoints_stop_tokens(folder, tmp_path):
     assert out.tokens[0] == free.tokens[0][: free.tokens[0].index(free.tokens[0][4]) + 1]
 
 
-def test_a_profile_is_applied_and_taken_off(folder, lm, tmp_path):
-    profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA)
+def test_a_profile_is_applied_and_taken_off(checkpoint, written, tmp_path):
+    profile = tca_jax.calibrate(written, [random_prompt(1, 200)], TCA)
     profile.save(tmp_path / "profile")
-    with_tca = tca_jax.load(folder, profile=tmp_path / "profile")
+    with_tca = tca_jax.load(checkpoint, profile=tmp_path / "profile")
     assert with_tca.method == methods.get("tca", candidates=profile.candidates, config=profile.config)
-    assert tca_jax.load(folder, profile=profile).method == with_tca.method
+    assert tca_jax.load(checkpoint, profile=profile).method == with_tca.method
     other = tca_jax.calibrate(tiny_lm(seed=5), [random_prompt(1, 200)], TCA)
     with pytest.raises(ValueError, match="profile"):
-        tca_jax.load(folder, profile=other)
+        tca_jax.load(checkpoint, profile=other)
     with pytest.raises(FileNotFoundError, match=r"profile = 'shipped': .* holds no profile folder"):
-        tca_jax.load(folder, profile="shipped")
+        tca_jax.load(checkpoint, profile="shipped")
     prompt = random_prompt(2, 150)
-    full = tca_jax.generate(lm, prompt, max_new_tokens=5)
+    full = tca_jax.generate(written, prompt, max_new_tokens=5)
     assert tca_jax.generate(with_tca.with_profile(None), prompt, max_new_tokens=5).tokens == full.tokens
 
 
@@ -85,13 +75,13 @@ def test_an_unreachable_hub_names_the_model(monkeypatch, tmp_path):
         tca_jax.load("qwen2.5-7b")
 
 
-def test_an_alias_downloads_its_repository_once(folder, monkeypatch):
+def test_an_alias_downloads_its_repository_once(checkpoint, monkeypatch):
     asked, alias = [], "qwen2.5-7b"
 
     def snapshot_download(hub_id, *, revision, allow_patterns):
         asked.append((hub_id, revision))
         assert "*.safetensors" in allow_patterns
-        return str(folder)
+        return str(checkpoint)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert tca_jax.load(alias, revision="abc").name == alias
@@ -102,22 +92,22 @@ def test_an_alias_downloads_its_repository_once(folder, monkeypatch):
     assert [ALIASES[each] for each in others] == wanted
 
 
-def test_an_adapter_is_not_ignored_silently(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "model")
+def test_an_adapter_is_not_ignored_silently(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "model")
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
     with pytest.warns(UserWarning, match="holds an adapter, which is ignored: merge it"):
         open_checkpoint(tmp_path / "model")
 
 
-def test_the_compilation_cache_is_on_by_default(folder, monkeypatch):
+def test_the_compilation_cache_is_on_by_default(checkpoint, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        tca_jax.load(folder)
+        tca_jax.load(checkpoint)
         assert jax.config.jax_compilation_cache_dir == "/nowhere/tca_jax/jax"
         jax.config.update("jax_compilation_cache_dir", "/mine")
-        tca_jax.load(folder)
+        tca_jax.load(checkpoint)
         assert jax.config.jax_compilation_cache_dir == "/mine"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

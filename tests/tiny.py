@@ -30,6 +30,8 @@ WITHOUT = dict.fromkeys(("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk
 ROPE = RopeConfig(type="default", theta=10000.0)
 CONFIG = ModelConfig("llama", rms_norm_eps=1e-5, dtype_name="float32", rope=ROPE, **SIZES, **WITHOUT)
 TCA = tca_jax.TCAConfig(block_size=8, window=16)
+#: Budget rows that differ from head to head: the sparsest, dense, and two between.
+UNEQUAL = [[0, 6], [TCA.num_candidates, 3]]
 
 
 def tiny_lm(seed: int = 0, sharpness: float = 6.0, config: ModelConfig = CONFIG, **fields) -> tca_jax.LM:
@@ -47,7 +49,7 @@ def _random_weights(config: ModelConfig, seed: int):
     return graphdef, jax.tree.map(np.asarray, params)
 
 
-def with_candidates(lm: tca_jax.LM, candidates, config: tca_jax.TCAConfig = TCA) -> tca_jax.LM:
+def with_candidates(lm: tca_jax.LM, candidates=UNEQUAL, config: tca_jax.TCAConfig = TCA) -> tca_jax.LM:
     """The model under given budget rows, `[layers][H_kv]`, without a profile on disk."""
     return lm.with_method(tca_jax.methods.get("tca", candidates=candidates, config=config))
 

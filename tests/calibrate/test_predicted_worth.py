@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG, random_prompt, tiny_lm
+from tiny import CONFIG, random_prompt
 
 from tca_jax.calibration import predicted_worth
 from tca_jax.calibration.predicted_worth import FLOOR, RIDGE, fit_worth, pack_texts, predict
@@ -15,11 +15,6 @@ from tca_jax.calibration.repetition import TARGETS, read_inputs, repetition_rows
 CHUNK, REQUEST = 32, [5, 9, 3]
 TEXT = random_prompt(0, 110)  # four chunks, of which the last is short
 GROUP = CONFIG.num_heads // CONFIG.num_kv_heads
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return tiny_lm(sharpness=4.0)
 
 
 def seen_by(row: int, fed: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import unchecked
+from meshes import lm_of, mesh_of, needs_8_devices, with_tca
 from tiny import CONFIG as TINY
 from tiny import tiny_lm
 
@@ -118,6 +119,18 @@ def test_wrong_texts_are_refused_before_any_work(texts, message):
 def test_options_of_predicted_worth_are_refused(lm, name, value):
     with pytest.raises(ValueError, match=rf"{name} = {value}: goes with predicted worth; leave out config"):
         calibrate(lm, random_ids(150), CONFIG, **{name: value})
+
+
+@needs_8_devices
+def test_budgets_over_a_mesh_are_those_of_one_device():
+    ids, on_mesh = random_ids(120), with_tca(lm_of(mesh_of((1, 2))))
+    assert on_mesh.head_orders != (tuple(range(on_mesh.config.num_kv_heads)),) * on_mesh.config.num_layers
+    one, many = (calibrate(lm, ids, CONFIG) for lm in (lm_of(), on_mesh))
+    np.testing.assert_array_equal(many.candidates, one.candidates)
+    np.testing.assert_allclose(many.scores, one.scores, atol=2e-4)
+    assert many.fingerprint == one.fingerprint
+    with pytest.raises(ValueError, match="is on a mesh: load it on one device"):  # predicted worth needs one device
+        calibrate(lm_of(mesh_of((1, 2))), random_ids(2000), count=2, tokens=512)
 
 
 def test_choice_is_the_sparsest_that_reaches_the_threshold():

@@ -15,11 +15,6 @@ from tca_jax.calibration.worth_profile import chosen_kept, chosen_selected, doub
 TEXTS = [random_prompt(seed, 512) for seed in range(2)]
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return tiny_lm(sharpness=4.0)
-
-
 @pytest.mark.integration
 def test_calibrate_fits_and_measures(lm):
     stages = []

@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import TCA, random_prompt, tiny_lm, with_candidates
+from tiny import random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax.engine import extend
 from tca_jax.pallas_kernels.kv import CODES, empty, encode
 
-DENSE = TCA.num_candidates
-UNEQUAL = [[0, 6], [DENSE, 3]]
 DOCUMENT, QUESTIONS = random_prompt(0, 101), [random_prompt(1, 21), random_prompt(2, 3), random_prompt(3, 12)]
 OPTIONS = {"max_new_tokens": 30, "stop_token_ids": ()}
 
@@ -28,7 +26,7 @@ def full():
 
 @pytest.fixture(scope="module")
 def sparse(full):
-    return with_candidates(full, UNEQUAL)
+    return with_candidates(full)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +131,7 @@ def test_a_context_comes_back_bit_for_bit(stored, tmp_path, dtype):
 
 @pytest.mark.integration
 def test_a_context_of_format_4_answers_alike(stored):
-    lm = with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
+    lm = with_candidates(tiny_lm())
     fresh = tca_jax.prefill(lm, random_prompt(0, 60))
     loaded = dataclasses.replace(
         stored, identity=fresh.identity

@@ -6,20 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG, TCA, greedy_reference, random_prompt, tiny_lm, with_candidates
+from tiny import CONFIG, UNEQUAL, greedy_reference, random_prompt, with_candidates
 
 import tca_jax
 from tca_jax.engine import read, traced
 from tca_jax.engine.prompts import bucket_length
 
-DENSE = TCA.num_candidates
-UNEQUAL = [[0, 6], [DENSE, 3]]
 QUICK = [(63, UNEQUAL), (63, None), (101, UNEQUAL)]
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return tiny_lm()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from random_decoders import causal
-from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
+from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax.engine.generation import AnswerReader
@@ -22,13 +22,7 @@ from tca_jax.models.decoder import Decoder
 
 @pytest.fixture(scope="module")
 def lm():
-    return with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A model with a tokenizer."""
-    return tca_jax.load(write_checkpoint(tmp_path_factory.mktemp("requests") / "tiny"))
+    return with_candidates(tiny_lm())
 
 
 @pytest.mark.integration

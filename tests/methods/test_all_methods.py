@@ -19,44 +19,40 @@ GATES = [[0.9, 0.8, 0.1, 0.2], [0.1, 0.7, 0.95, 0.3]]
 KINDS = ("vertical_slash", "a_shape", "block_sparse")
 PATTERNS = [[[KINDS[(layer + head) % 3], 9 + head, 11 + layer] for head in range(8)] for layer in range(2)]
 BLOCKS = {"block_size": 16, "dense_tokens": 16}
+SHARE = {"share": 0.3, **GEOMETRY}
+OBSERVED = {**SHARE, "observation": 4}
+DUO = {"gates": GATES, "sinks": 3, **GEOMETRY}
+PATTERNED = {**BLOCKS, "patterns": PATTERNS, "blocks": 2}
+BUDGETS = {"candidates": ROWS, "config": TCA}
 OPTIONS = {
-    "adakv": {"share": 0.3, "observation": 4, **GEOMETRY},
-    "adakv-expected-attention": {"share": 0.3, "future": 16, **GEOMETRY},
-    "cake": {"preferences": [0.3, 0.7], "share": 0.3, "observation": 4, **GEOMETRY},
-    "duoattention": {"gates": GATES, "sinks": 3, **GEOMETRY},
-    "expected-attention": {"share": 0.3, "future": 16, **GEOMETRY},
+    "adakv": OBSERVED,
+    "adakv-expected-attention": {"future": 16, **SHARE},
+    "cake": {"preferences": [0.3, 0.7], **OBSERVED},
+    "duoattention": DUO,
+    "expected-attention": {"future": 16, **SHARE},
     "flexprefill": {"block_size": 16, "min_budget": 32},
     "full": {},
-    "h2o": {"share": 0.3, **GEOMETRY},
-    "keydiff": {"share": 0.3, **GEOMETRY},
-    "kvzip": {"share": 0.3, "chunk": 32, **GEOMETRY},
+    "h2o": SHARE,
+    "keydiff": SHARE,
+    "kvzip": {"chunk": 32, **SHARE},
     "kvzip-heads": {"head_scores": GATES, "sinks": 3, **GEOMETRY},
-    "minference": {**BLOCKS, "patterns": PATTERNS, "blocks": 2},
-    "pyramidkv": {"share": 0.3, "observation": 4, **GEOMETRY},
+    "minference": PATTERNED,
+    "pyramidkv": OBSERVED,
     "quest": {"budget": 32, "dense_layers": 1, **GEOMETRY},
     "random": {"share": 0.4, **GEOMETRY},
-    "snapkv": {"share": 0.3, "observation": 4, **GEOMETRY},
+    "snapkv": OBSERVED,
     "streaming": {"sinks": 3, **GEOMETRY},
-    "tca": {"candidates": ROWS, "config": TCA},
-    "tova": {"share": 0.3, **GEOMETRY},
+    "tca": BUDGETS,
+    "tova": SHARE,
     "uniform": {"candidate": 4, "config": TCA},
     "xattention": {**BLOCKS, "threshold": 0.6, "stride": 4},
     "xattention+keydiff": {
         "xattention": {**BLOCKS, "threshold": [[0.3 + 0.08 * head for head in range(8)]] * 2, "stride": 4, "chunk": 32},
-        "keydiff": {"share": 0.3, **GEOMETRY},
+        "keydiff": SHARE,
     },
-    "minference+tca": {
-        "minference": {**BLOCKS, "patterns": PATTERNS, "blocks": 2},
-        "tca": {"candidates": ROWS, "config": TCA},
-    },
-    "duoattention+kvzip": {
-        "duoattention": {"gates": GATES, "sinks": 3, **GEOMETRY},
-        "kvzip": {"level": "layer", "chunk": 32, **GEOMETRY},
-    },
-    "duoattention+snapkv": {
-        "duoattention": {"gates": GATES, "sinks": 3, **GEOMETRY},
-        "snapkv": {"share": 0.3, "observation": 4, **GEOMETRY},
-    },
+    "minference+tca": {"minference": PATTERNED, "tca": BUDGETS},
+    "duoattention+kvzip": {"duoattention": DUO, "kvzip": {"level": "layer", "chunk": 32, **GEOMETRY}},
+    "duoattention+snapkv": {"duoattention": DUO, "snapkv": OBSERVED},
 }
 DRAWN = {"candidates": ROWS, "config": dataclasses.replace(TCA, density="random", reserve=0)}  # by a head's number
 CASES = {name: (name, options) for name, options in OPTIONS.items()}

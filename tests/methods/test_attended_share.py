@@ -17,13 +17,12 @@ from tca_jax.methods.regions import causal_pairs, selected_pairs, sum_of_counts
 
 LENGTHS, DIM, KV_HEADS = (210, 61), 32, 2
 GEOMETRY = {"block_size": 8, "window": 16}
-DENSE = TCA.num_candidates
 #: Name, options, and whether all pairs are attended to.
 CASES = {
     "full": ("full", {}, True),
     "streaming": ("streaming", {"sinks": 11, **GEOMETRY}, False),
     "tca, unequal rows": ("tca", {"candidates": [[0, 9]], "config": TCA}, False),
-    "tca, dense": ("tca", {"candidates": DENSE, "config": TCA}, True),
+    "tca, dense": ("tca", {"candidates": TCA.num_candidates, "config": TCA}, True),
     "tca, all local": ("tca", {"candidates": 0, "config": tca_jax.TCAConfig(block_size=8, window=256)}, True),
     "random": ("random", {"share": 0.4, **GEOMETRY}, False),
     "duoattention": ("duoattention", {"gates": [[0.9, 0.1]], "sinks": 3, **GEOMETRY}, False),
@@ -72,7 +71,7 @@ PROMPTS = [random_prompt(0, 90), random_prompt(1, 61)]
 
 @pytest.mark.integration
 def test_contexts_keep_their_attended_share(tmp_path):
-    lm = with_candidates(tiny_lm(), [[0, 6], [DENSE, 3]])
+    lm = with_candidates(tiny_lm())
     context = tca_jax.prefill(lm, PROMPTS)
     share = context.stats.attended_share
     assert 0.1 < share < 1

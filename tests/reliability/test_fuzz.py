@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from profiles import make_profile
-from tiny import TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
+from tiny import random_prompt, tiny_lm, with_candidates, write_checkpoint
 from tokenizers import Tokenizer
 
 import tca_jax
@@ -187,7 +187,7 @@ def test_a_damaged_tokenizer_can_be_used(tmp_path):
 def test_a_damaged_folder_loads_or_is_refused(kind, tmp_path):
     saved = make_profile()
     if kind == "context":
-        lm = with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
+        lm = with_candidates(tiny_lm())
         saved = tca_jax.prefill(lm, [random_prompt(0, 100), random_prompt(1, 61)])
     saved.save(tmp_path / "saved")
 

@@ -15,7 +15,7 @@ from tca_jax.calibration.profile import Profile
 @pytest.fixture(scope="module")
 def contexts():
     """Two contexts of the same programs, with other tokens."""
-    lm = with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
+    lm = with_candidates(tiny_lm())
     return tuple(tca_jax.prefill(lm, random_prompt(seed, 100)) for seed in range(2))
 
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import openai
 import pytest
-from serving import MODEL, QUESTION, Running
-from tiny import CONFIG, random_prompt, tiny_lm
+from serving import MODEL, QUESTION, Running, question
+from tiny import CONFIG, random_prompt
 
 import tca_jax
 from tca_jax.errors import UserError
@@ -34,11 +34,6 @@ FORM = {"type": "json_schema", "json_schema": {"name": "a-name", "strict": True,
 
 
 @pytest.fixture(scope="module")
-def lm():
-    return tiny_lm()
-
-
-@pytest.fixture(scope="module")
 def context(lm):
     return tca_jax.prefill(lm, DOCUMENT)
 
@@ -56,10 +51,6 @@ def residues(tokens):
 
 def only(*tokens):
     return np.isin(np.arange(VOCABULARY), tokens)
-
-
-def question(number):
-    return random_prompt(100 + number, 1 + 5 * number % 8)
 
 
 def test_masked_answers_and_their_neighbours(lm, context, engine):

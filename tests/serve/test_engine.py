@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of
-from serving import Watched
+from serving import Watched, question
 from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
@@ -53,10 +53,6 @@ def contexts(lm):
 def engine(lm):
     with Engine(lm, max_rows=3, pages=400, answer_tokens=64) as engine:
         yield engine
-
-
-def question(number):
-    return random_prompt(100 + number, 1 + 5 * number % 8)
 
 
 def test_answers_equal_generate_in_any_batch(lm, contexts, engine):

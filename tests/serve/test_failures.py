@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from serving import Watched
-from tiny import random_prompt, tiny_lm, with_candidates, write_checkpoint
+from tiny import random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax.engine import extend, read
@@ -289,8 +289,8 @@ def test_appended_documents_beyond_the_pool_are_refused(lm):
             engine.append(document, prompt_of(4, 200))
 
 
-def test_a_failed_engine_says_so(speaking, monkeypatch):
-    engine = Engine(speaking, pages=100, **SIZES)
+def test_a_failed_engine_says_so(written, monkeypatch):
+    engine = Engine(written, pages=100, **SIZES)
     server = Server(engine, Settings("tiny"))
     monkeypatch.setattr(engine._scheduler, "_read_on", lambda seconds: False)
     waiting = engine.read("a document")
@@ -332,20 +332,15 @@ def test_a_failed_engine_says_so(speaking, monkeypatch):
     assert "tca_jax_engine_failed 1.0" in metrics.text
 
 
-@pytest.fixture(scope="module")
-def speaking(tmp_path_factory):
-    return tca_jax.load(write_checkpoint(tmp_path_factory.mktemp("speaking") / "model"))
-
-
 def stream_of(lm, cancel=lambda stream: None, **options):
     config = tca_jax.GenerationConfig(**{"max_new_tokens": 9, "stop_token_ids": (), **options})
     return Stream(lm, config, cancel, False, (0, 0))
 
 
-def test_the_first_end_of_a_stream_stands(speaking):
+def test_the_first_end_of_a_stream_stands(written):
     cancelled = []
-    stream = stream_of(speaking, cancelled.append, stop=("l",))
-    stream.add(speaking.tokenizer.encode("hello"), [], [])
+    stream = stream_of(written, cancelled.append, stop=("l",))
+    stream.add(written.tokenizer.encode("hello"), [], [])
     for _ in range(3):
         assert stream.result(SECONDS).text == "he"
     assert cancelled == [stream]
@@ -354,9 +349,9 @@ def test_the_first_end_of_a_stream_stands(speaking):
     stream.end("length")
     out = stream.result(SECONDS)
     assert (out.finish_reason, out.document) == ("stop", "doc-1")
-    with Engine(speaking, pages=99) as engine, pytest.raises(UserError, match=r"stop = \('l',\) with keep"):
+    with Engine(written, pages=99) as engine, pytest.raises(UserError, match=r"stop = \('l',\) with keep"):
         engine.ask(None, "hello", keep=True, stop="l")
-    failed = stream_of(speaking)
+    failed = stream_of(written)
     failed.end(UserError("wrong"))
     failed.end("length")
     for _ in range(2):

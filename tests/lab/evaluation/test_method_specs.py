@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import tiny
 from profiles import make_worth_profile
 
 from tca_jax import TCAConfig, methods
@@ -14,11 +13,6 @@ from tca_jax.lab.evaluation.method_specs import Builder, parse_methods
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=0)
 SIZES = 2048
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return tiny.tiny_lm()
 
 
 def profile(candidate=2):

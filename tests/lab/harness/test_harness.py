@@ -36,16 +36,6 @@ def generations(prompts, **options):
     return requests("generate_until", *((prompt, {"max_gen_toks": 8, **options}) for prompt in prompts))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(write_checkpoint(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
-def tiny(folder):
-    return tca_jax.load(folder)
-
-
 @pytest.mark.slow
 def test_shipped_model_answers_through_lm_eval():
     document = recall.build_document(np.random.default_rng(3), 700, ("digits", "words"))
@@ -74,11 +64,11 @@ def test_shipped_model_answers_through_lm_eval():
     json.dumps(results["config"])
 
 
-def test_long_prompts_lose_their_beginning(tiny, caplog):
-    model = HarnessLM(tiny, max_length=40)
+def test_long_prompts_lose_their_beginning(written, caplog):
+    model = HarnessLM(written, max_length=40)
     prompt = text(0, 60)
     (answer,) = model.generate_until(generations([prompt]))
-    assert answer == tca_jax.generate(tiny, prompt[-32:], max_new_tokens=8).text[0]
+    assert answer == tca_jax.generate(written, prompt[-32:], max_new_tokens=8).text[0]
     assert "1 of 1 prompts lost their beginning" in caplog.text
     with pytest.raises(ValueError, match="max_gen_toks = 40: must be less than max_length = 40"):
         model.generate_until(generations([prompt], max_gen_toks=40))
@@ -96,10 +86,10 @@ def theirs(folder, **options):
 
 
 @pytest.mark.parametrize("max_length", [32, pytest.param(None, marks=pytest.mark.slow)])
-def test_cuts_match_lm_evals_own_model(folder, tiny, max_length):
+def test_cuts_match_lm_evals_own_model(checkpoint, written, max_length):
     """None: all positions, of which a text takes one token more."""
-    positions = max_length or tiny.config.max_context
-    models = HarnessLM(tiny, max_length=max_length, batch_size=2), theirs(folder, max_length=max_length)
+    positions = max_length or written.config.max_context
+    models = HarnessLM(written, max_length=max_length, batch_size=2), theirs(checkpoint, max_length=max_length)
     long = text(0, positions + 38)
     rolling = [("abc",), (long[:positions],), (long,)]
     asked = [(long, " what follows"), ("abc", "d"), (long[: positions - 1], "xy"), ("", long[: positions - 2])]
@@ -122,21 +112,21 @@ def test_repetition_penalty_of_the_checkpoint_applies(tmp_path):
     assert HarnessLM(str(folder)).generate_until(given) == without[:1]
 
 
-def test_answers_end_and_begin_as_asked(tiny):
-    prompt, model = text(0, 30), HarnessLM(tiny)
+def test_answers_end_and_begin_as_asked(written):
+    prompt, model = text(0, 30), HarnessLM(written)
     (said,) = model.generate_until(generations([prompt]))
-    assert said == tca_jax.generate(tiny, prompt, max_new_tokens=8).text[0]
+    assert said == tca_jax.generate(written, prompt, max_new_tokens=8).text[0]
     assert model.generate_until(generations([prompt], until=[said[3]])) == [said[: said.index(said[3])]]
-    thinking = HarnessLM(tiny, think_end_token=said[2])
+    thinking = HarnessLM(written, think_end_token=said[2])
     assert thinking.generate_until(generations([prompt])) == [said.split(said[2])[-1].lstrip()]
-    assert model.tok_encode("abc") == tiny.tokenizer("abc")["input_ids"]
-    without = tiny.tokenizer("abc", add_special_tokens=False)["input_ids"]
-    assert HarnessLM(tiny, add_bos_token=False).tok_encode("abc") == without
+    assert model.tok_encode("abc") == written.tokenizer("abc")["input_ids"]
+    without = written.tokenizer("abc", add_special_tokens=False)["input_ids"]
+    assert HarnessLM(written, add_bos_token=False).tok_encode("abc") == without
 
 
-def test_repeated_questions_get_other_samples(tiny):
+def test_repeated_questions_get_other_samples(written):
     asked = generations([text(0, 30)] * 4, do_sample=True, temperature=5.0)
-    first, again = (HarnessLM(tiny, batch_size=2).generate_until(asked) for _ in range(2))
+    first, again = (HarnessLM(written, batch_size=2).generate_until(asked) for _ in range(2))
     assert len(set(first)) == 4
     assert first == again
 
@@ -159,9 +149,9 @@ def test_chat_template_is_the_models():
         ({"method": "snapv"}, "method 'snapv' is not registered"),
     ],
 )
-def test_wrong_model_arguments_are_refused(folder, options, message):
+def test_wrong_model_arguments_are_refused(checkpoint, options, message):
     with pytest.raises(ValueError, match=message):
-        HarnessLM(folder, **options)
+        HarnessLM(checkpoint, **options)
 
 
 # --- options and arguments ---

@@ -9,6 +9,7 @@ import pytest
 from cases import observed_queries, poison, qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import highest
 from tiny import CONFIG, random_prompt, tiny_lm
 
 from tca_jax import methods
@@ -87,8 +88,7 @@ def test_selections_equal_the_oracle(name, options, oracle, heads, kv_heads):
         finite = np.isfinite(wanted)
         np.testing.assert_allclose(scores[row][:, :ranked][finite], wanted[finite], rtol=2e-4, atol=1e-9)
         for head, count in enumerate(num_kept(policy, wanted, layer=1)):
-            best = compressing.highest(wanted[head], count, ranked)
-            assert set(np.flatnonzero(marks[row, head]).tolist()) == best
+            assert set(np.flatnonzero(marks[row, head]).tolist()) == highest(wanted[head], count)
 
 
 def test_a_factor_of_the_rotation_cancels():
