@@ -51,7 +51,6 @@ ModelsOption = Annotated[
 ]
 WindowOption = Annotated[int, typer.Option(help="Window of TCA, tokens.")]
 RepeatsOption = Annotated[int, typer.Option(help="Timed rounds.", min=1)]
-SeedOption = Annotated[int, typer.Option(help="Seed of random inputs.", min=0)]
 OutOption = Annotated[Path, typer.Option(help="Folder of the results.")]
 NameOption = Annotated[str, typer.Option(help="Name of the result files.")]
 
@@ -172,9 +171,6 @@ class Compilations:
                 self.by_program[of_event.get("fun_name", "")] += duration_secs
                 self.count += event == self._COMPILED
 
-    def close(self) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._note)
-
 
 def agreement(backend: str, run: Callable[[str], Array], limit: float = 1e-2) -> float:
     """Relative error of `run(backend)` against the oracle; RuntimeError above `limit`: wrong results are not timed."""
@@ -204,13 +200,12 @@ class Results:
         self.path = next(path for each in names if not (path := out / f"{each}.jsonl").exists())
         self.title, self.note, self.environment = title, note, environment()
         self.tables: dict[str, list[Row]] = {}
-        out.mkdir(parents=True, exist_ok=True)
-        self._append({"title": title, "note": note, "environment": self.environment})
+        append(self.path, {"title": title, "note": note, "environment": self.environment})
 
     def add(self, table: str, row: Row) -> None:
         """Writes and prints a row."""
         self.tables.setdefault(table, []).append(row)
-        self._append({"table": table, **row})
+        append(self.path, {"table": table, **row})
         print("  ".join(f"{column} {_cell(value)}" for column, value in row.items()), flush=True)
 
     def finish(self, *remarks: str) -> None:
@@ -228,9 +223,12 @@ class Results:
         if not self.tables:
             raise typer.Exit(1)
 
-    def _append(self, record: Row) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+
+def append(path: Path, record: Row) -> None:
+    """Adds a record to a file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def read_results(path: Path) -> Row:

@@ -23,7 +23,7 @@ import numpy as np
 import typer
 
 import tca_jax
-from tca_jax.cli.options import BackendOption, MeshOption, with_options
+from tca_jax.cli.options import BackendOption, MeshOption, SeedOption, with_options
 from tca_jax.engine.lm import LM
 from tca_jax.engine.placement import parse_mesh
 from tca_jax.errors import require
@@ -72,7 +72,7 @@ class Load:
     prompts: Annotated[float, typer.Option(help="Share of requests without a document.", min=0, max=1)] = 0.2
     new: Annotated[float, typer.Option(help="Share about a document that was not read yet.", min=0, max=1)] = 0
     requests: Annotated[int, typer.Option(help="Requests.", min=2)] = 64
-    seed: common.SeedOption = 0
+    seed: SeedOption = 0
 
     @property
     def longest(self) -> int:

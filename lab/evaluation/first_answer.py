@@ -21,7 +21,7 @@ import typer
 
 import tca_jax
 from tca_jax.engine.lm import LM
-from tca_jax.lab.benchmarks.common import Compilations, markdown
+from tca_jax.lab.benchmarks.common import Compilations, append, markdown
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import calibration_texts
 from tca_jax.lab.evaluation.sticks import Record
@@ -86,7 +86,7 @@ def main(
                 continue
             common = {"stick": STICK, "tokens": length, "method": name, "share": None, "seed": 0, "second": second}
             record = common | found.result()
-            sticks.append(out, record)
+            append(out, record)
             print(json.dumps(record), flush=True)
     print(table(sticks.records_by_stick([out])[STICK]))
 

@@ -178,12 +178,9 @@ def repeating_document(
 
 def calibration_texts(lm: LM, count: int, tokens: int, folder: Path | None = None) -> list[list[int]]:
     """Texts of the calibration half, of both kinds in turn, as token ids."""
-    return [encode_verbatim(lm, calibration_text(seed, tokens, folder))[:tokens] for seed in range(count)]
-
-
-def calibration_text(seed: int, tokens: int, folder: Path | None) -> str:
-    """More text than `tokens`, of the calibration half, as `draw_text` draws it."""
-    return draw_text(np.random.default_rng(1_000 + seed), seed, "calibration", tokens, folder)
+    rngs = (np.random.default_rng(1_000 + seed) for seed in range(count))
+    texts = (draw_text(rng, seed, "calibration", tokens, folder) for seed, rng in enumerate(rngs))
+    return [encode_verbatim(lm, text)[:tokens] for text in texts]
 
 
 def draw_text(rng: np.random.Generator, seed: int, half: Half, tokens: int, folder: Path | None) -> str:

@@ -19,7 +19,6 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.score import score_answers
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document
-from tca_jax.lab.evaluation.method_specs import parse_labels
 from tca_jax.lab.evaluation.sticks import Named, Record
 from tca_jax.methods.full import BASELINE
 
@@ -96,18 +95,17 @@ def main(
     profile: sticks.ProfileOption = None,
     tokens: sticks.TokensOption = 8_192,
     documents: Annotated[int, typer.Option(min=1, help="Documents of 12 facts and 4 passages each.")] = 20,
-    first: Annotated[int, typer.Option(min=0, help="Seed of the first document.")] = 0,
     texts: sticks.TextsOption = None,
 ) -> None:
     """Measures late answers of methods."""
     lm = tca_jax.load(model)
     wanted = [float(share) for share in shares.split(",")]
-    named = list(sticks.named_methods(lm, parse_labels(methods), wanted, sticks.parse_profiles(profile), tokens))
+    named = list(sticks.named_methods(lm, methods, wanted, sticks.parse_profiles(profile), tokens))
 
     def records(seed: int) -> list[Record]:
         return measure(lm, named, late_document(lm, seed, tokens, folder=texts))
 
-    sticks.run(STICK, lm, out, tokens, range(first, first + documents), records, table)
+    sticks.run(STICK, lm, out, tokens, range(documents), records, table)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import tca_jax
 from tca_jax.engine.lm import LM
 from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import RepeatingDocument, repeating_document
-from tca_jax.lab.evaluation.method_specs import parse_labels
 from tca_jax.lab.evaluation.sticks import Record
 
 STICK = "reading_loss"
@@ -59,7 +58,7 @@ def main(
 ) -> None:
     """Measures losses inside documents under methods that read sparsely."""
     lm = tca_jax.load(model)
-    named = list(sticks.named_methods(lm, parse_labels(methods), [None], sticks.parse_profiles(profile), tokens))
+    named = list(sticks.named_methods(lm, methods, [None], sticks.parse_profiles(profile), tokens))
 
     def records(seed: int) -> Iterator[Record]:
         document = repeating_document(lm, seed, tokens, folder=texts)

@@ -17,7 +17,7 @@ from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.worth_profile import WorthProfile
 from tca_jax.engine.lm import LM
 from tca_jax.errors import require
-from tca_jax.lab.benchmarks.common import markdown
+from tca_jax.lab.benchmarks.common import append, markdown
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
 
 _RESAMPLES = 2_000
@@ -45,14 +45,14 @@ class Named(NamedTuple):
 
 
 def named_methods(
-    lm: LM, methods: Sequence[str], shares: Sequence[float | None], profiles: Mapping[str, Path], tokens: int
+    lm: LM, methods: str, shares: Sequence[float | None], profiles: Mapping[str, Path], tokens: int
 ) -> Iterator[Named]:
     """Full attention, each method at each share of full attention's bytes (None: its defaults), and the profiles."""
     read = {name: Profile.load(path) for name, path in profiles.items()}
     # `worth`, and the gates of `duoattention`, are of the first profile of predicted worth.
     by_worth = next((each for each in read.values() if isinstance(each, WorthProfile)), None)
     builder = Builder(lm, by_worth, None, list)
-    for label, parts in parse_methods(",".join(methods)):
+    for label, parts in parse_methods(methods):
         parts = tuple((name, {**_IN_FULL.get(name, {}), **given}) for name, given in parts)
         for share in [None] if label == "full" else shares:
             spec = MethodSpec(label, parts)
@@ -93,13 +93,6 @@ def run(
             append(out, common | record)
         print(f"document {seed} is done", flush=True)
     print(table(records_by_stick([out])[stick]))
-
-
-def append(path: Path, record: Record) -> None:
-    """Adds a record to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 def records_by_stick(paths: Iterable[Path]) -> dict[str, list[Record]]:

@@ -38,16 +38,14 @@ def build_document(rng: np.random.Generator, num_bytes: int, tasks: Sequence[str
     return hide(rng, num_bytes, [draw_question(rng, task, keys) for task in tasks], split)
 
 
-def draw_documents(
-    seed: tuple[int, ...] | int, count: int, num_bytes: int, task: str, split: str = "held-out"
-) -> list[Document]:
+def draw_documents(seed: tuple[int, ...] | int, count: int, num_bytes: int, task: str) -> list[Document]:
     """Documents with a question of `task` first and one of every other; `num_bytes` count the first question."""
     documents, tasks = [], [task, *(other for other in TASKS if other != task)]
     for number in range(count):
         rng = np.random.default_rng((*np.atleast_1d(seed).tolist(), number))
         keys = draw_keys(rng)
         questions = [draw_question(rng, name, keys) for name in tasks]
-        documents.append(hide(rng, num_bytes - len(completion("", questions[0])), questions, split))
+        documents.append(hide(rng, num_bytes - len(completion("", questions[0])), questions, "held-out"))
     return documents
 
 

@@ -13,6 +13,7 @@ from word_pieces import write_with_bytes
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.errors import UserError
+from tca_jax.lab.benchmarks.common import append
 from tca_jax.lab.equal_bytes import held_share
 from tca_jax.lab.evaluation import late_documents, late_facts, reading_loss, sticks, texts
 from tca_jax.lab.evaluation.late_documents import late_document, repeating_document
@@ -117,7 +118,7 @@ def profiles(tmp_path_factory):
 def test_methods_are_named_by_share_and_profile(profiles):
     methods = ["full", f"snapkv:{METHOD}", "duoattention"]
     written = [f"{name}={path}" for name, path in profiles.items()]
-    found = list(sticks.named_methods(tiny_lm(), methods, [0.7], sticks.parse_profiles(written), TOKENS))
+    found = list(sticks.named_methods(tiny_lm(), ",".join(methods), [0.7], sticks.parse_profiles(written), TOKENS))
     assert [each.method for each in found] == [*methods, "tca, paper", "worth, worth"]
     assert [each.share for each in found] == [None, 0.7, 0.7, None, None]
     assert 0.6 < held_share(found[1].lm, TOKENS) <= 0.7
@@ -133,7 +134,7 @@ def test_later_records_of_a_document_win(tmp_path):
     plain, packed = tmp_path / "new" / "records.jsonl", tmp_path / "records.jsonl.xz"
     common = {"model": "tiny", "device": "cpu", "tokens": 2_000, "method": "full", "share": None, "seed": 0}
     for stick, figure in (("a", 1), ("b", 2), ("a", 3)):
-        sticks.append(plain, {**common, "stick": stick, "figure": figure})
+        append(plain, {**common, "stick": stick, "figure": figure})
     packed.write_bytes(lzma.compress(plain.read_bytes().replace(b'"cpu"', b'"gpu"')))
     found = sticks.records_by_stick([plain, packed])["a"]
     assert [(each["device"], each["figure"]) for each in found] == [("cpu", 3), ("gpu", 3)]
