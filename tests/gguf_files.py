@@ -33,6 +33,9 @@ NAMES = {
     "mlp.up_proj.": "ffn_up.",
     "mlp.down_proj.": "ffn_down.",
 }
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+#: GPT-2's letter of each byte.
+LETTERS = [chr(b if b in _PRINTABLE else 256 + sum(o not in _PRINTABLE for o in range(b))) for b in range(256)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +133,10 @@ def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
 
 def byte_tokenizer() -> dict[str, Any]:
     """Metadata of a byte-level BPE of 258 tokens: bytes, one merge, and a token that ends an answer."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": [*letters, "th", "<|im_end|>"],
+        "tokenizer.ggml.tokens": [*LETTERS, "th", "<|im_end|>"],
         "tokenizer.ggml.token_type": [1] * 257 + [3],
         "tokenizer.ggml.merges": ["t h"],
         "tokenizer.ggml.eos_token_id": 257,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,13 @@ from tca_jax.engine import generation
 
 NEW_TOKENS = 12
 SECONDS = 300  # that a process may take
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def answers_of(folder: Path, meshes: Sequence[Mesh | None], results: Path) -> dict[str, object]:

@@ -44,11 +44,6 @@ def xattention(q, k, *, threshold, stride, block, chunk=None):
     return of_blocks(pairs, n, block)
 
 
-def last_rows(q, k, count):
-    """Attention of the last queries [count, n]."""
-    return probabilities(q, k)[-count:]
-
-
 def diagonal(attention, offset):
     """Attention of the last queries on the token `offset` before their own, summed."""
     count, n = attention.shape
@@ -60,7 +55,7 @@ def flexprefill(q, k, *, gamma, tau, min_budget, block):
     blocks, least = math.ceil(n / block), max(1, math.ceil(min_budget / block))
     if n <= max(2, least) * block:
         return np.tri(n, dtype=bool)
-    attention = last_rows(q, k, block)
+    attention = probabilities(q, k)[-block:]
     vertical = attention.mean(axis=0)
     slash = np.array([diagonal(attention, o) for o in range(n)]) / block
     inside = (n - 1) % block
@@ -90,7 +85,7 @@ def flexprefill(q, k, *, gamma, tau, min_budget, block):
 
 def vertical_slash(q, k, columns, diagonals, nearest=100):
     """The columns and diagonals that the last 64 queries have most attention on; 30 columns and the nearest first."""
-    attention = last_rows(q, k, 64)
+    attention = probabilities(q, k)[-64:]
     vertical, slash = attention.sum(axis=0), np.array([diagonal(attention, o) for o in range(len(q))])
     vertical[:30], slash[:nearest] = np.inf, np.inf
     return highest(vertical, max(columns, 30)), highest(slash, max(diagonals, 50))

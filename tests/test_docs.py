@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from profiles import make_worth_profile
-from tiny import write_checkpoint
 from typer.testing import CliRunner
 
 import tca_jax
@@ -178,12 +177,11 @@ QUICK = ("contexts", "usage")  # as an integration test; the others are slow
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def small(checkpoint):
     """A random model in the place of the shipped one: no right answers, in a fraction of the time."""
-    folder = write_checkpoint(tmp_path_factory.mktemp("small"))
-    make_worth_profile().save(folder / "profile")
-    Profile.uniform(TCAConfig(), 2, 2, 5).save(folder / "profile-paper")
-    return folder
+    make_worth_profile().save(checkpoint / "profile")
+    Profile.uniform(TCAConfig(), 2, 2, 5).save(checkpoint / "profile-paper")
+    return checkpoint
 
 
 @pytest.mark.usefixtures("shared")

@@ -1,12 +1,12 @@
 """Examples run as their first lines say."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -48,12 +48,11 @@ def test_own_method_answers_with_less():
 
 @pytest.mark.slow
 def test_served_answers_are_complete():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     tca_jax = str(Path(sys.executable).with_name("tca-jax"))
     command = ["sh", str(EXAMPLES / "serve_demo.sh"), tca_jax, sys.executable]
-    done = subprocess.run(command, env={**os.environ, "PORT": port}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env={**os.environ, "PORT": str(free_port())}, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     answers = [line for line in done.stdout.splitlines() if " -> " in line]
     assert len(answers) == 3

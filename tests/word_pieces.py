@@ -31,12 +31,11 @@ _LLAMA_2_CHAT = (
 
 def write_with_bytes(folder: Path) -> Path:
     """A checkpoint with `tokenizer_of_bytes`."""
-    return _write(folder, tokenizer_of_bytes())
-
-
-def write_with_pieces(folder: Path) -> Path:
-    """A checkpoint with `tokenizer_of_pieces`."""
-    return _write(folder, tokenizer_of_pieces())
+    tokenizer = tokenizer_of_bytes()
+    config = dataclasses.replace(CONFIG, vocab_size=len(tokenizer))
+    save_decoder(folder, Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)), jnp.float32)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
@@ -72,11 +71,3 @@ def _finished(backend: Tokenizer, bos: str, eos: str, template: str) -> PreTrain
     )
     options = {"bos_token": bos, "eos_token": eos, "chat_template": template}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
-
-
-def _write(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    config = dataclasses.replace(CONFIG, vocab_size=len(tokenizer))
-    decoder = Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    save_decoder(folder, decoder, jnp.float32)
-    tokenizer.save_pretrained(folder)
-    return folder

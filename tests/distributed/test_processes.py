@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +31,7 @@ def run_processes(checkpoint: Path, results: Path) -> None:
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={DEVICES}",
         "PYTHONPATH": str(Path(processes.__file__).parent),
     }
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, processes.__file__, address, str(PROCESSES)]
+    command = [sys.executable, processes.__file__, f"127.0.0.1:{processes.free_port()}", str(PROCESSES)]
     said = [results / f"{process}.txt" for process in range(PROCESSES)]
     with contextlib.ExitStack() as stack:
         started = []

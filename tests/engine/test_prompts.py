@@ -5,8 +5,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny_lm, write_checkpoint
-from transformers import AutoTokenizer
+from tiny import write_checkpoint
 from word_pieces import tokenizer_of_bytes, tokenizer_of_pieces
 
 from tca_jax.engine.contexts import DocumentTemplate, encode_appended
@@ -20,18 +19,9 @@ from tca_jax.engine.prompts import (
     pad_tokens,
     render_chat,
 )
+from tca_jax.loading import open_checkpoint
 
 USER = {"role": "user", "content": "hello"}
-
-
-def lm_with(folder, chat_template=None):
-    """The tiny model with a tokenizer of a character a token: `ord(char) - 32`."""
-    return tiny_lm(tokenizer=AutoTokenizer.from_pretrained(write_checkpoint(folder, chat_template=chat_template)))
-
-
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    return lm_with(tmp_path_factory.mktemp("model"), "{% for m in messages %}{{ m['content'] }}{% endfor %}")
 
 
 def encoder(tokenizer):
@@ -50,6 +40,7 @@ def pieces():
 
 
 def encoded(text: str) -> list[int]:
+    """By the tiny model's tokenizer: a character is a token."""
     return [ord(char) - 32 for char in text]
 
 
@@ -67,8 +58,8 @@ def encoded(text: str) -> list[int]:
         ([[5], np.array([6]), "x"], [[5], [6], encoded("x")]),
     ],
 )
-def test_prompts_of_any_kind_are_encoded(lm, prompts, expected):
-    ids = encode_prompts(lm, prompts)
+def test_prompts_of_any_kind_are_encoded(written, prompts, expected):
+    ids = encode_prompts(written, prompts)
     assert ids == expected
     assert {type(i) for row in ids for i in row} == {int}
 
@@ -77,7 +68,8 @@ def test_messages_may_hold_parts_or_tool_calls(tmp_path):
     template = "{% for m in messages %}{{ m['content'][0]['text'] if m['content'] else 'called' }}{% endfor %}"
     parts = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
     call = {"role": "assistant", "content": None, "tool_calls": [{}]}
-    assert encode_prompt(lm_with(tmp_path, template), [parts, call]) == encoded("hicalled")
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, chat_template=template))
+    assert encode_prompt(checkpoint, [parts, call]) == encoded("hicalled")
 
 
 def test_buckets_hold_every_length():

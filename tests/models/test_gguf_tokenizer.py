@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import regex
+from gguf_files import LETTERS
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tca_jax.errors import UserError
@@ -105,9 +106,6 @@ def pieces(pre, text):
 TRAINING = """The quick brown fox: don't, we'LL and 1234567 aaaa bbb привет 你好 мир नमस्ते  2,024.50    x
 def f(x):
     return x += 12345 --- >>= (fox (fo fox"""
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-# GPT-2's letter of each byte.
-LETTERS = [chr(b if b in PRINTABLE else 256 + sum(o not in PRINTABLE for o in range(b))) for b in range(256)]
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|file_sep|>"]
 
 

@@ -4,11 +4,12 @@ import json
 import re
 
 import pytest
-import word_pieces
 from pydantic import ValidationError
+from word_pieces import tokenizer_of_bytes, tokenizer_of_pieces
 
 import tca_jax
 from tca_jax.errors import UserError
+from tca_jax.loading import open_checkpoint
 from tca_jax.serve.protocol import (
     Chat,
     ChatRequest,
@@ -145,15 +146,13 @@ def completion(tokens, top=1):
     return Completion(tokens, "length", 1, 0, None, 0.0, 0.0, logprobs, likeliest, TEXT)
 
 
-@pytest.fixture(scope="module", params=["bytes", "pieces", "shipped"])
-def tokenizer(request, tmp_path_factory):
-    if request.param == "shipped":
-        return tca_jax.load("recall-tiny").tokenizer
-    write = {"bytes": word_pieces.write_with_bytes, "pieces": word_pieces.write_with_pieces}[request.param]
-    return tca_jax.load(write(tmp_path_factory.mktemp("model"))).tokenizer
+def shipped_tokenizer():
+    return open_checkpoint("recall-tiny").tokenizer
 
 
-def test_offsets_and_bytes_of_split_characters(tokenizer):
+@pytest.mark.parametrize("make", [tokenizer_of_bytes, tokenizer_of_pieces, shipped_tokenizer])
+def test_offsets_and_bytes_of_split_characters(make):
+    tokenizer = make()
     tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     answer = Text("m", tokenizer).logprobs(completion(tokens))
     entries = Chat("m", tokenizer).logprobs(completion(tokens))["content"]
@@ -167,6 +166,5 @@ def test_offsets_and_bytes_of_split_characters(tokenizer):
 
 
 def test_likeliest_byte_fragments_stay_apart():
-    tokenizer = tca_jax.load("recall-tiny").tokenizer
-    (likeliest,) = Text("m", tokenizer).logprobs(completion([0xE6], top=4))["top_logprobs"]
+    (likeliest,) = Text("m", shipped_tokenizer()).logprobs(completion([0xE6], top=4))["top_logprobs"]
     assert likeliest == {f"bytes:\\xe{6 + i}": -0.5 - i for i in range(4)}

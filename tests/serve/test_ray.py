@@ -2,12 +2,12 @@
 
 import importlib.util
 import shutil
-import socket
 import tempfile
 
 import httpx
 import openai
 import pytest
+from processes import free_port
 from serving import QUESTION, TEMPLATE
 from tiny import write_checkpoint
 
@@ -32,9 +32,7 @@ def url(tmp_path):
 
     model = write_checkpoint(tmp_path / "model", chat_template=TEMPLATE, eos_token_id=[95])
     folder = tempfile.mkdtemp(prefix="ray-")  # not the test's own: names of sockets must be short
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
     ray.init("local", log_to_driver=False, _temp_dir=folder, **options)
     try:
