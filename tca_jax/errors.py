@@ -90,10 +90,10 @@ def check_flag(name: str, value: Any) -> None:
     require(isinstance(value, bool), f"{name} = {value!r}: must be True or False")
 
 
-def check_geometry(block_size: Any, window: Any) -> None:
+def check_geometry(block_size: Any, window: Any, of: str = "") -> None:
     """Raises ValueError unless blocks are a power of two long and the window has one or more complete blocks."""
-    check_integer("block_size", block_size, at_least=1)
-    require(not block_size & (block_size - 1), f"block_size = {block_size}: must be a power of two, at least 1")
-    check_integer("window", window, at_least=1)
+    check_integer(f"{of}block_size", block_size, at_least=1)
+    require(not block_size & (block_size - 1), f"{of}block_size = {block_size}: must be a power of two, at least 1")
+    check_integer(f"{of}window", window, at_least=1)
     fits = window % block_size == 0
-    require(fits, f"window = {window}: must be a positive multiple of block_size = {block_size}")
+    require(fits, f"{of}window = {window}: must be a positive multiple of block_size = {block_size}")

@@ -34,15 +34,20 @@ def candidate_distributions(config: TCAConfig) -> Float64[np.ndarray, "M1 K"]:
     return shares
 
 
-def budget_counts(config: TCAConfig, num_blocks: int) -> Int32[np.ndarray, "M1 K"]:
+def budget_counts(config: TCAConfig, num_blocks: int | Int[np.ndarray, "*N"]) -> Int32[np.ndarray, "*N M1 K"]:
     """Ranked blocks that get each budget: Eq. 7 by largest remainder; ties go to the smaller budget."""
-    return _largest_remainder(config, np.array([num_blocks]))[0]
+    blocks = np.asarray(num_blocks)[..., None, None]
+    quotas = blocks * candidate_distributions(config)  # [..., M + 1, K]
+    floors = np.floor(quotas)
+    rest = blocks - floors.sum(axis=-1, keepdims=True)
+    order = np.argsort(floors - quotas, axis=-1, kind="stable")  # largest remainder first
+    return (floors + (np.argsort(order, axis=-1) < rest)).astype(np.int32)
 
 
 @functools.lru_cache(maxsize=64)
 def budget_count_table(config: TCAConfig, max_blocks: int) -> Int32[np.ndarray, "N M1 K"]:
     """`budget_counts` for 0 to `max_blocks` blocks, to be indexed by a traced n."""
-    table = _largest_remainder(config, np.arange(max_blocks + 1))
+    table = budget_counts(config, np.arange(max_blocks + 1))
     table.flags.writeable = False
     return table
 
@@ -95,11 +100,3 @@ def _most_selected(config: TCAConfig, at_most: Int[np.ndarray, "*n K"], blocks: 
     """Most tokens that a head selects from ranked blocks, of which `at_most` get 1, 2, 4, ... tokens or fewer."""
     kept = np.diff(at_most, axis=-1, prepend=0) @ budget_sizes(config) + config.reserve_tokens
     return np.minimum(kept, blocks * config.block_size)
-
-
-def _largest_remainder(config: TCAConfig, blocks: np.ndarray) -> np.ndarray:
-    quotas = blocks[:, None, None] * candidate_distributions(config)  # [N, M + 1, K]
-    floors = np.floor(quotas)
-    rest = blocks[:, None, None] - floors.sum(axis=-1, keepdims=True)
-    order = np.argsort(floors - quotas, axis=-1, kind="stable")  # largest remainder first
-    return (floors + (np.argsort(order, axis=-1) < rest)).astype(np.int32)

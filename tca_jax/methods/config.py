@@ -6,7 +6,7 @@ import dataclasses
 import numbers
 from typing import Any, Literal, get_args
 
-from tca_jax.errors import check_integer, check_not_negative, check_number, check_seed, require
+from tca_jax.errors import check_geometry, check_integer, check_not_negative, check_number, check_seed, require
 from tca_jax.methods.base import Tokens, num_ranked_blocks
 
 Density = Literal["concentration", "paper", "random"]
@@ -76,11 +76,7 @@ class TCAConfig:
             if not isinstance(value, str | None):  # a NumPy number would not survive JSON
                 number = int(value) if isinstance(value, numbers.Integral) else float(value)
                 object.__setattr__(self, field.name, number)
-        b, power = self.block_size, f"TCAConfig.block_size = {self.block_size}: must be a power of two, at least 1"
-        require(not b & (b - 1), power)
-        require(
-            self.window % b == 0, f"TCAConfig.window = {self.window}: must be a positive multiple of block_size = {b}"
-        )
+        check_geometry(self.block_size, self.window, "TCAConfig.")
 
     @classmethod
     def paper(cls, **overrides: Any) -> TCAConfig:

@@ -61,18 +61,12 @@ class SparsePrefill(PrefillPolicy):
         if not policy.num_ranked_blocks(tokens):
             return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
         if selected is None:
-            selected = self._select(layer, heads, q, k, v, lengths, backend)
+            with jax.named_scope("select"):
+                queries = last_queries(q, lengths, policy.num_queries)
+                selection = policy.select(layer, heads, queries, k, v, lengths)
+            selected = compact(policy, layer, heads, selection, k, v, backend)
         pool, budgets = selected.pool, selected.budgets
         sizes: dict[str, Any] = {"block_size": policy.block_size, "window": policy.window}
         with jax.named_scope("prefill_attention"):
             out = prefill_attention(q, k, v, pool, budgets, lengths, **sizes, backend=backend)
         return Attended(out, selected_pairs(budgets, lengths, **sizes).mean(axis=1))
-
-    def _select(
-        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Selected:
-        policy = self.selector
-        with jax.named_scope("select"):
-            queries = last_queries(q, lengths, policy.num_queries)
-            selection = policy.select(layer, heads, queries, k, v, lengths)
-        return compact(policy, layer, heads, selection, k, v, backend)
