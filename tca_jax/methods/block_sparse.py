@@ -133,18 +133,8 @@ class BlockSparsePrefill(PrefillPolicy):
         no_bias = jnp.zeros((batch, heads, number, number), jnp.float32)
         left_out = columns | (jnp.arange(columns.shape[-1]) < ahead * size)
         far = FarBlocks(blocks, counts, left_out, means, means, no_bias, jnp.zeros_like(counts))
-        out = prefill_attention(
-            q,
-            k,
-            v,
-            kept.pool,
-            kept.budgets,
-            lengths + ahead * size,
-            block_size=size,
-            window=0,
-            far=far,
-            backend=backend,
-        )
+        operands = q, k, v, kept.pool, kept.budgets, lengths + ahead * size
+        out = prefill_attention(*operands, block_size=size, window=0, far=far, backend=backend)
         return out[:, ahead * size :]
 
 

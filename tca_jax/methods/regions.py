@@ -62,28 +62,18 @@ class Selected(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """The regions of a pool, static: one for each row and KV head, those of a row side by side.
+    """The regions of a pool, static: one for each row and KV head, those of a row side by side."""
 
-    Attributes:
-        batch: Rows, B.
-        capacities: Tokens that each KV head's region can hold, `[H_kv]`, multiples of `alignment`.
-        alignment: Tokens, a multiple of `REGION_ALIGNMENT`.
-        shared: Tokens of a row's regions together, a multiple of `alignment`, where the prompt says how they divide
-            them; None where each has as many as it can hold.
-    """
-
-    batch: int
-    capacities: tuple[int, ...]
-    alignment: int = REGION_ALIGNMENT
-    shared: int | None = None
+    batch: int  # rows, B
+    capacities: tuple[int, ...]  # tokens that each KV head's region can hold, `[H_kv]`, multiples of `alignment`
+    alignment: int  # tokens, a multiple of `REGION_ALIGNMENT`
+    # Tokens of a row's regions together, a multiple of `alignment`, where the prompt says how they divide them; None
+    # where each has as many as it can hold.
+    shared: int | None
 
     @classmethod
     def plan(cls, batch: int, capacities: Sequence[int], block_size: int = 1, shared: int | None = None) -> Regions:
-        """Regions of complete blocks for at least `capacities` tokens of each KV head, together for `shared` at most.
-
-        Raises:
-            ValueError: rows of the pool would pass int32.
-        """
+        """Regions of complete blocks, for `capacities` tokens of KV heads, `shared` together; ValueError past int32."""
         alignment = math.lcm(REGION_ALIGNMENT, block_size)
         sizes = tuple(round_up(int(tokens), alignment) for tokens in capacities)
         regions = cls(batch, sizes, alignment, None if shared is None else round_up(shared, alignment))
@@ -119,14 +109,7 @@ class Regions:
         block_size: int,
         backend: Backend = "auto",
     ) -> Selected:
-        """Copies the selected tokens into a fresh pool; tokens past a region's capacity are dropped, last blocks first.
-
-        Args:
-            selection: What to keep.
-            k: Prompt keys `[B, L, Hkv, d]`; `v` the values.
-            block_size: Tokens in a block, b.
-            backend: Kernel backend.
-        """
+        """Copies selected tokens into a fresh pool; those past a region's capacity are dropped, last blocks first."""
         budgets, offsets = selection.budgets, jnp.asarray(self.offsets, jnp.int32)
         if self.shared is not None or min(self.capacities) < budgets.shape[-1] * block_size:  # not all may fit
             ends = jnp.cumsum(budgets, axis=-1, dtype=jnp.int32)
@@ -134,17 +117,9 @@ class Regions:
             if self.shared is not None:
                 offsets, capacities = self._divided(jnp.minimum(ends[..., -1], capacities))
             budgets = jnp.diff(jnp.minimum(ends, capacities[..., None]), axis=-1, prepend=0)
-        pool = select_tokens(
-            selection.scores,
-            budgets,
-            k,
-            v,
-            offsets,
-            block_size=block_size,
-            pool_tokens=self.pool_tokens,
-            backend=backend,
-        )
-        return Selected(budgets, pool)
+        operands = selection.scores, budgets, k, v, offsets
+        sizes = {"block_size": block_size, "pool_tokens": self.pool_tokens}
+        return Selected(budgets, select_tokens(*operands, **sizes, backend=backend))
 
     def _divided(self, tokens: Int32[Array, "B Hkv"]) -> tuple[Int32[Array, "B Hkv"], Int32[Array, "B Hkv"]]:
         """First pool token of each region, and tokens that it can hold, where heads keep `tokens`."""

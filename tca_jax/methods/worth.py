@@ -63,12 +63,9 @@ class WorthCache(CachePolicy):
     window: int = WINDOW
     means: bool = True
     reserve: int = RESERVE
+    num_queries = OBSERVED
     layers_differ: ClassVar[bool] = False
     by_scores: ClassVar[bool] = True
-
-    @property
-    def num_queries(self) -> int:  # type: ignore[override]
-        return OBSERVED
 
     def for_programs(self) -> WorthCache:
         return dataclasses.replace(self, capacity=1.0)
@@ -176,16 +173,9 @@ def choose_by_worth(
     counts = ends[..., -1]
     mean_k, mean_v, entropy = block_means(k, v, worth, ~selected & there, BLOCK)
     bias = jnp.where(before & ~read, entropy[:, :, None], -jnp.inf)
-    mean_counts = jnp.where(settings.means, before.sum(axis=-1), 0)
-    far = FarBlocks(
-        listed,
-        counts,
-        selected,
-        mean_k.astype(k.dtype),
-        mean_v.astype(v.dtype),
-        bias,
-        jnp.broadcast_to(mean_counts, counts.shape).astype(jnp.int32),
-    )
+    mean_counts = jnp.broadcast_to(jnp.where(settings.means, before.sum(axis=-1), 0), counts.shape)
+    means = mean_k.astype(k.dtype), mean_v.astype(v.dtype)
+    far = FarBlocks(listed, counts, selected, *means, bias, mean_counts.astype(jnp.int32))
     queries = jnp.clip(lengths[:, None] - block * BLOCK, 0, BLOCK)[:, None]  # of each tile
     rest = jnp.pad(kept.budgets, ((0, 0), (0, 0), (0, blocks - kept.budgets.shape[-1])))
     keys = jnp.where(read, BLOCK - rest[:, :, None], settings.means & (bias > -jnp.inf)).sum(axis=-1)
