@@ -141,12 +141,7 @@ class CachePolicy(abc.ABC):
 
     @abc.abstractmethod
     def capacities(self, layer: int, prompt_tokens: int) -> PerHead:
-        """Most tokens that a KV head keeps of the ranked blocks of a prompt; static.
-
-        Args:
-            layer: The layer.
-            prompt_tokens: Longest prompt, L; shorter ones may not keep more.
-        """
+        """Most tokens that a KV head keeps of the ranked blocks of any prompt of at most `prompt_tokens`; static."""
 
     def shared_capacities(self, prompt_tokens: int, num_layers: int, num_kv_heads: int) -> tuple[int, ...] | None:
         """Most tokens of the ranked blocks that heads keep together, where heads share a budget; static.
@@ -154,24 +149,16 @@ class CachePolicy(abc.ABC):
         None, the default: each has its own, `capacities`. Otherwise the prompt says how heads divide a budget, and
         `capacities` how many one of them may keep at most.
 
-        Args:
-            prompt_tokens: Longest prompt, L.
-            num_layers: Layers of the model.
-            num_kv_heads: KV heads of the model.
-
         Returns:
-            A budget for each layer's heads, or one for all layers together: for policies with a `reader`, which know
-            all layers before anything is kept.
+            A budget for each layer's heads, or one for all layers of the model together: for policies with a `reader`,
+            which know all layers before anything is kept.
         """
         return None
 
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
         """Most tokens that a KV head keeps of the blocks that leave the window after a prompt; static. By default 0.
 
-        Args:
-            layer: The layer.
-            prompt_tokens: Longest prompt, L.
-            new_tokens: Most tokens that are fed behind it; `num_leaving_blocks` says how many blocks these push out.
+        `num_leaving_blocks` of the same numbers of tokens gives the number of these blocks.
         """
         return 0
 
@@ -212,12 +199,7 @@ class CachePolicy(abc.ABC):
         return Selection.of_block(attention, 0)
 
     def summarize(self, layer: Layer, pages: Pages) -> Any:
-        """Summary of a cache for `attended`, computed once for many steps: a pytree, by default None.
-
-        Args:
-            layer: The layer.
-            pages: What the cache holds of it.
-        """
+        """Summary of a layer's cache for `attended`, computed once for many steps: a pytree, by default None."""
         return None
 
     def attended(
@@ -243,11 +225,7 @@ class CachePolicy(abc.ABC):
         return type(self).attended is not CachePolicy.attended
 
     def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> CachePolicy:
-        """The policy for a model; arguments are those of `Method.for_model`.
-
-        Raises:
-            ValueError: it does not work with such a model.
-        """
+        """The policy for a model; arguments and errors are those of `Method.for_model`."""
         return self
 
     def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
@@ -383,11 +361,7 @@ class Method:
 
 
 def per_head(value: Any, num_kv_heads: int, source: str) -> tuple[int, ...]:
-    """A number for each KV head.
-
-    Raises:
-        ValueError: there are not `num_kv_heads` of them; `source` names whose they are.
-    """
+    """A number for each KV head; ValueError, which names `source`, if there are not `num_kv_heads` of them."""
     values = (int(value),) * num_kv_heads if isinstance(value, numbers.Integral) else tuple(map(int, value))
     known = len(values) == num_kv_heads and all(v >= 0 for v in values)
     require(known, f"{source} = {value}: must be one number, or {num_kv_heads}, of at least 0")
@@ -416,11 +390,10 @@ def compact(
 ) -> Selected:
     """Tokens that a prompt's queries attend to left of their windows, in a pool for this layer."""
     batch, tokens, kv_heads, _ = k.shape
+    capacities = (tokens,) * kv_heads
     if isinstance(layer, int):
         source = f"{type(policy).__name__}.capacities({layer}, {tokens})"
-        capacities = per_head(policy.capacities(layer, tokens), heads.of_model, source)
-        regions = Regions.plan(batch, heads.widest(capacities), policy.block_size)
-    else:
-        regions = Regions.plan(batch, [tokens] * kv_heads, policy.block_size)
+        capacities = heads.widest(per_head(policy.capacities(layer, tokens), heads.of_model, source))
+    regions = Regions.plan(batch, capacities, policy.block_size)
     with jax.named_scope("select"):
         return regions.fill(selection, k, v, block_size=policy.block_size, backend=backend)

@@ -21,7 +21,6 @@ from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
 
 Factory = Callable[..., Method]
 
-
 _GROUP = "tca_jax.methods"
 _IN_CORE = {name: f"tca_jax.methods.{name}:{name}" for name in ("full", "streaming", "tca")}
 _FACTORIES: dict[str, Factory] = {}
@@ -57,20 +56,12 @@ def _installed() -> dict[str, EntryPoint]:
 
 
 def option_names(name: str) -> tuple[str, ...]:
-    """Names of a method's options.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Names of a method's options; ValueError if the name is unknown."""
     return tuple(inspect.signature(_factory(name)).parameters)
 
 
 def required_options(name: str) -> tuple[str, ...]:
-    """Names of those of a method's options that have no default.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Names of those of a method's options that have no default; ValueError if the name is unknown."""
     given = inspect.signature(_factory(name)).parameters.values()
     return tuple(each.name for each in given if each.default is each.empty and each.kind is not each.VAR_KEYWORD)
 
@@ -93,16 +84,7 @@ def get(name: str, **options: Any) -> Method:
 def with_known(name: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a method or a pair, with values for those that are known of a model, such as its budgets.
 
-    Args:
-        name: As for `get`.
-        known: Values by the names of options; a method gets those that it takes.
-        options: As for `get`; what is given here stands.
-
-    Returns:
-        Options for `get`.
-
-    Raises:
-        ValueError: as for `get`, but for values.
+    A method gets those values of `known` that it takes; `options` replace them. Names and errors are those of `get`.
     """
     filled = {
         part: {**{option: known[option] for option in option_names(part) if option in known}, **given}
