@@ -29,7 +29,6 @@ LayerProgram = Callable[..., Any]  # what `layer_program` makes
 #: A figure of each token from the last layer's stream: `measure(decoder, x [1, n, D], targets [1, n]) -> [1, n]`.
 Measure = Callable[[Decoder, Array, Array], Array]
 
-
 _LOGIT_ELEMENTS = 2**26  # of a chunk whose losses are differentiated: 256 MiB, several times
 
 

@@ -186,26 +186,20 @@ class Context:
         """Raises ValueError, which names both sides, unless a model can continue the context as it is."""
         own, made = identity_of(lm), self.identity
         wanted, held = lm.cache_dtype, self.rows.k.dtype
-        require(
-            (made.config, made.fingerprint) == (own.config, own.fingerprint),
-            f"context was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
-            "read the document with this model",
-        )
+        same = (made.config, made.fingerprint) == (own.config, own.fingerprint)
+        other = f"whose weights or shape are not those of {own.model!r}: read the document with this model"
+        require(same, f"context was made by model {made.model!r}, {other}")
         options = " with other options or budgets" if made.method == own.method else ""
-        require(
-            made.method_description == own.method_description,
-            f"context was made under method {made.method!r}{options}, and {own.model!r} runs under {own.method!r}: "
-            "load the model under that method, or read the document again",
-        )
+        methods = f"context was made under method {made.method!r}{options}, and {own.model!r} runs under {own.method!r}"
+        remedy = "load the model under that method, or read the document again"
+        require(made.method_description == own.method_description, f"{methods}: {remedy}")
         how = "with kv='fp8'" if held == CODES else f"in dtype {held}" + (", without kv" if wanted == CODES else "")
         dtypes = f"context holds {held} and the cache of {own.model!r} {wanted}"
         require(held == wanted, f"{dtypes}: load the model {how}")
         mesh = "x".join(map(str, self._devices))
-        require(
-            self.shards == lm.head_shards and self._devices[0] == axis_size(lm.mesh, DATA),
-            f"context was made on {mesh}, and {lm.name!r} is on {mesh_name(lm.mesh)} devices on "
-            f"{DATA!r} x 'model', or has its KV heads in another order there: read the document with this model",
-        )
+        same = self.shards == lm.head_shards and self._devices[0] == axis_size(lm.mesh, DATA)
+        meshes = f"context was made on {mesh}, and {lm.name!r} is on {mesh_name(lm.mesh)} devices on {DATA!r} x 'model'"
+        require(same, f"{meshes}, or has its KV heads in another order there: read the document with this model")
 
     def on(self, lm: LM) -> Context:
         """The context on the devices of a model; itself where it is there already.
@@ -351,11 +345,10 @@ def encode_appended(lm: Encoder, prompt: Any, held: Callable[[], list[int]], arg
         return ids[len(before) :]
     # A token of the chat may span the end of the context, whose text the chat then begins with all the same.
     text = lm.tokenizer.decode(before)
-    require(
-        rendered.startswith(text) and len(rendered) > len(text),
-        f"{argument} is a chat that does not continue the context: it must begin with the context's "
-        f"{len(before)} tokens. Pass the whole conversation, or text, which is appended as it is",
-    )
+    continues = rendered.startswith(text) and len(rendered) > len(text)
+    must = f"it must begin with the context's {len(before)} tokens"
+    remedy = "Pass the whole conversation, or text, which is appended as it is"
+    require(continues, f"{argument} is a chat that does not continue the context: {must}. {remedy}")
     return encode_continuation(lm, rendered[len(text) :], before, argument)
 
 
@@ -444,8 +437,7 @@ class DocumentTemplate:
 
     @classmethod
     def of(cls, lm: Encoder, system: str | None = None) -> DocumentTemplate:
-        """The frame of a model's chat template, with a system message; without a template, a line break before each
-        question."""
+        """That of a model's chat template, with a system message; without both, a line break before each question."""
         if not getattr(lm.tokenizer, "chat_template", None) and system is None:
             return cls("", "\n", "", "\n", verbatim=False)
         first = [] if system is None else [{"role": "system", "content": system}]

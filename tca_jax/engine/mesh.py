@@ -41,8 +41,6 @@ CACHES = PartitionSpec(DATA, MODEL)
 SECOND_HEADS = PartitionSpec(None, MODEL)
 #: Stands for the partition specs of a decoder layer's weights.
 WEIGHTS = "weights"
-
-
 #: For each layer the KV heads as they lie on the devices.
 Orders = tuple[tuple[int, ...], ...]
 

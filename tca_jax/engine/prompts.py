@@ -177,7 +177,6 @@ def is_chat(prompt: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """The kind of a value."""
     if getattr(value, "ndim", 0):
         return f"an array {list(value.shape)} of {value.dtype}"
     return "None" if value is None else f"of type {type(value).__name__}"
@@ -264,7 +263,6 @@ class TokenizerWording:
     lm: Encoder
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text of the user's."""
         return tuple(encode_verbatim(self.lm, text, "text"))
 
     def around_text(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -276,7 +274,6 @@ class TokenizerWording:
         return self.ids(before), self.ids(after)
 
     def before_answer(self) -> tuple[int, ...]:
-        """The second part of `around_text`."""
         return self.around_text()[1]
 
 

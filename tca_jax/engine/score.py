@@ -148,15 +148,10 @@ _score_texts_program = Program(OverMesh(_score_texts, (WEIGHTS, ROWS, OUT, ROWS,
 
 @dataclasses.dataclass(frozen=True)
 class AnswerScores:
-    """Result of `score_answers`; entry `[i][j]` is about answer j to prompt i.
+    """Result of `score_answers`; entry `[i][j]` is about answer j to prompt i."""
 
-    Attributes:
-        logprobs: Natural log-probability of each token of the answer, given the prompt and the tokens before it.
-        greedy: Whether greedy decoding would say the answer, token for token.
-    """
-
-    logprobs: list[list[np.ndarray]]
-    greedy: list[list[bool]]
+    logprobs: list[list[np.ndarray]]  # natural log-probability of each token, given the prompt and the tokens before it
+    greedy: list[list[bool]]  # whether greedy decoding would say the answer, token for token
 
 
 def score_answers(
@@ -173,18 +168,9 @@ def score_answers(
     both parts of a method take part, and nothing that the method chooses has seen the answer: unlike `score`, which
     reads a text and its end as one prompt.
 
-    Args:
-        lm: From `tca_jax.load`; under any method.
-        prompts: Strings, chats or token ids; at least 1 token each.
-        answers: As many answers to each prompt, at least 1: strings, which continue the prompt's text, or token ids.
-            Of an answer's last token nothing is asked but its probability: it needs no position.
-        context: From `tca_jax.prefill`, of one row: prompts are appended to it.
-        backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
-
-    Raises:
-        ValueError: prompts and answers do not match, one is not allowed or too long, or the context belongs to another
-            model or method; raised before anything is compiled. Or the model computes NaN or infinity, with the layer.
-        TypeError: an argument is of a wrong type.
+    `answers` are as many to each prompt, at least 1: strings, which continue the prompt's text, or token ids. Of an
+    answer's last token nothing is asked but its probability: it needs no position. `context` is of one row. Other
+    arguments and all errors are those of `generate`.
     """
     require_lm(lm)
     require_type("answers", answers, Collection, "a list with a list of answers for each prompt")
