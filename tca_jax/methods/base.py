@@ -175,8 +175,7 @@ class CachePolicy(abc.ABC):
         """Scores a prompt's tokens and gives its ranked blocks their budgets. Called if there can be ranked blocks.
 
         Args:
-            layer: The layer.
-            heads: Its KV heads that `k` has: over a mesh, those of a device.
+            heads: The layer's KV heads that `k` has: over a mesh, those of a device.
             q: The last `num_queries` prompt queries after RoPE, `q[:, -1]` the last; all L of them for None.
             k: Keys after RoPE, right-padded; `v` the values.
             lengths: Prompt lengths `[B]`, traced.
@@ -188,8 +187,7 @@ class CachePolicy(abc.ABC):
         """Kept tokens of the block that leaves the window of each row; by default none.
 
         Args:
-            layer: The layer.
-            heads: Its KV heads, as for `select`.
+            heads: The layer's KV heads, as for `select`.
             attention: The current query's attention probabilities on the block's tokens, by head of the group.
             blocks: Number of the leaving block, `[B]`.
 
@@ -208,7 +206,6 @@ class CachePolicy(abc.ABC):
         """Pages that a step of decoding attends to; by default all of them.
 
         Args:
-            layer: The layer.
             q: The new tokens' queries after RoPE `[B, Hq, d]`.
             caches: What is held, as `paged_attention` takes it.
             summaries: Of each, from `summarize`.
@@ -279,8 +276,7 @@ class PrefillPolicy(abc.ABC):
         """Causal attention of prompts, right-padded.
 
         Args:
-            layer: The layer.
-            heads: Its KV heads that `k` has: over a mesh, those of a device.
+            heads: The layer's KV heads that `k` has: over a mesh, those of a device.
             q: Queries after RoPE; query head h belongs to KV head h // (Hq // Hkv).
             k: Keys after RoPE; `v` the values.
             lengths: Prompt lengths `[B]`, traced.

@@ -58,9 +58,7 @@ class BlockSparsePrefill(PrefillPolicy):
         """Keys that the query heads of one KV head attend to.
 
         Args:
-            layer: The layer.
-            heads: Its KV heads.
-            head: The place of one of them; traced.
+            head: The place of one of `heads`, the KV heads of a layer; traced.
             q: Queries of its group after RoPE, right-padded, `[B, L, G, d]`.
             k: Its keys, `[B, L, d]`.
             lengths: Prompt lengths `[B]`, traced.

@@ -12,14 +12,12 @@ from tca_jax.methods.regions import Selected, Selection, causal_pairs
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
-_BLOCK = 128
-
 
 @dataclasses.dataclass(frozen=True)
 class FullCache(CachePolicy):
     """Every token stays: no block ever leaves the window."""
 
-    block_size = _BLOCK
+    block_size = 128
     window = UNBOUNDED
     layers_differ = False
 

@@ -77,11 +77,9 @@ class Regions:
         alignment = math.lcm(REGION_ALIGNMENT, block_size)
         sizes = tuple(round_up(int(tokens), alignment) for tokens in capacities)
         regions = cls(batch, sizes, alignment, None if shared is None else round_up(shared, alignment))
-        require(
-            regions.pool_tokens < 2**31,
-            f"a batch of {batch} selects {regions.pool_tokens} tokens per layer: at most {2**31 - 1} can be addressed; "
-            "use a smaller batch, or fewer tokens",
-        )
+        selects = f"a batch of {batch} selects {regions.pool_tokens} tokens per layer"
+        most = f"at most {2**31 - 1} can be addressed; use a smaller batch, or fewer tokens"
+        require(regions.pool_tokens < 2**31, f"{selects}: {most}")
         return regions
 
     @property
@@ -94,12 +92,6 @@ class Regions:
         """Tokens of the flat pool, at least one aligned region so that empty pools have an address."""
         return max(self.alignment, self.batch * self.row_tokens)
 
-    @property
-    def offsets(self) -> np.ndarray:
-        """First pool token of each region, int64 `[B, H_kv]`, where each has as many tokens as it can hold."""
-        starts = np.concatenate([[0], np.cumsum(np.tile(np.asarray(self.capacities, np.int64), self.batch))])
-        return starts[:-1].reshape(self.batch, len(self.capacities))
-
     def fill(
         self,
         selection: Selection,
@@ -110,16 +102,17 @@ class Regions:
         backend: Backend = "auto",
     ) -> Selected:
         """Copies selected tokens into a fresh pool; those past a region's capacity are dropped, last blocks first."""
-        budgets, offsets = selection.budgets, jnp.asarray(self.offsets, jnp.int32)
+        budgets, sizes = selection.budgets, np.tile(self.capacities, (self.batch, 1))
+        offsets = jnp.asarray(np.cumsum(sizes).reshape(sizes.shape) - sizes, jnp.int32)  # of each region in the pool
         if self.shared is not None or min(self.capacities) < budgets.shape[-1] * block_size:  # not all may fit
             ends = jnp.cumsum(budgets, axis=-1, dtype=jnp.int32)
             capacities = jnp.asarray(self.capacities, jnp.int32)
             if self.shared is not None:
                 offsets, capacities = self._divided(jnp.minimum(ends[..., -1], capacities))
             budgets = jnp.diff(jnp.minimum(ends, capacities[..., None]), axis=-1, prepend=0)
-        operands = selection.scores, budgets, k, v, offsets
-        sizes = {"block_size": block_size, "pool_tokens": self.pool_tokens}
-        return Selected(budgets, select_tokens(*operands, **sizes, backend=backend))
+        operands, pool_tokens = (selection.scores, budgets, k, v, offsets), self.pool_tokens
+        pool = select_tokens(*operands, block_size=block_size, pool_tokens=pool_tokens, backend=backend)
+        return Selected(budgets, pool)
 
     def _divided(self, tokens: Int32[Array, "B Hkv"]) -> tuple[Int32[Array, "B Hkv"], Int32[Array, "B Hkv"]]:
         """First pool token of each region, and tokens that it can hold, where heads keep `tokens`."""

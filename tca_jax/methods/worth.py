@@ -26,7 +26,6 @@ RESERVE = WINDOW // 2  # tokens of each head for a question in the prompt
 OBSERVED, SPREAD = 64, 16  # last queries that choose them, and tokens that a chosen one's score reaches
 IN_FULL = 4096  # tokens up to which prompts are read in full: sparse reading would launch more than it saves
 _SIZES: Any = {"block_size": BLOCK, "window": WINDOW}
-_STRIDE = 16  # every which query of a tile scores blocks
 
 
 class ReadSettings(NamedTuple):
@@ -153,7 +152,7 @@ def choose_by_worth(
     lengths: Int[Array, " B"],
     settings: ReadSettings,
     *,
-    stride: int = _STRIDE,
+    stride: int = 16,  # every which query of a tile scores blocks
     backend: Backend = "auto",
 ) -> Chosen:
     """Tokens of high predicted worth, blocks of high score for each tile of queries, and means of the other blocks."""
