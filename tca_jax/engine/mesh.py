@@ -91,7 +91,7 @@ class OverMesh:
 
         given, args = (lm.parameter_specs, *self._inputs_of(lm, args)), (lm.params, *args)
         leaves, structure = jax.tree.flatten(args)
-        specs = jax.tree.leaves(_specs_of(given, args), is_leaf=_is_spec)
+        specs = jax.tree.leaves(jax.tree.broadcast(given, args, is_leaf=_is_spec), is_leaf=_is_spec)
         # Arrays without elements stay outside and are created inside: Shardy's canonicalization crashes on those that
         # go in and are used (seen with JAX 0.11.2).
         filled = [np.size(leaf) > 0 for leaf in leaves]
@@ -120,14 +120,9 @@ class OverMesh:
 
     def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         """Places the arguments after the model on its mesh. Already placed arrays and shapes pass through."""
-        put = functools.partial(place, mesh=lm.mesh)
-        specs = _specs_of(self._inputs_of(lm, args), args)
-        return tuple(jax.tree.map(put, spec, arg, is_leaf=_is_spec) for spec, arg in zip(specs, args, strict=True))
-
-
-def _specs_of(inputs: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
-    """Partition spec of each array of some arguments."""
-    return tuple(jax.tree.broadcast(spec, arg, is_leaf=_is_spec) for spec, arg in zip(inputs, args, strict=False))
+        put, args = functools.partial(place, mesh=lm.mesh), tuple(args)
+        specs = jax.tree.broadcast(self._inputs_of(lm, args), args, is_leaf=_is_spec)
+        return jax.tree.map(put, specs, args, is_leaf=_is_spec)
 
 
 def mesh_name(mesh: Mesh | None) -> str:
