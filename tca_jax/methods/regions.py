@@ -41,7 +41,7 @@ class Selection(NamedTuple):
         return cls(chosen.astype(jnp.float32), budgets)
 
     @classmethod
-    def of_block(cls, attention: Float32[Array, "B Hkv G b"], budget: int) -> Selection:
+    def of_block(cls, attention: Float32[Array, "B Hkv G b"], budget: int | Int[Array, "B 1 1"]) -> Selection:
         """The first `budget` tokens of one block, whose attention `[B, Hkv, G, b]` is given: 0 for none, b for all."""
         batch, kv_heads, _, tokens = attention.shape
         budgets = jnp.full((batch, kv_heads, 1), budget, jnp.int32)

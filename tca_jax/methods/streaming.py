@@ -48,10 +48,7 @@ class StreamingCache(CachePolicy):
     def evict(
         self, layer: Layer, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
-        batch, kv_heads, _, tokens = attention.shape
-        scores = jnp.broadcast_to(-jnp.arange(tokens, dtype=jnp.float32), (batch, kv_heads, tokens))
-        budgets = jnp.broadcast_to(self._budgets(blocks)[:, None, None], (batch, kv_heads, 1))
-        return Selection(scores, budgets)
+        return Selection.of_block(attention, self._budgets(blocks)[:, None, None])
 
     def _budgets(self, blocks: Int[Array, " n"]) -> Int[Array, " n"]:
         """Sinks in each of the blocks."""
