@@ -170,7 +170,7 @@ def score_answers(
 
     `answers` are as many to each prompt, at least 1: strings, which continue the prompt's text, or token ids. Of an
     answer's last token nothing is asked but its probability: it needs no position. `context` is of one row. Other
-    arguments and all errors are those of `generate`.
+    arguments and errors are those of `generate`; ValueError also where prompts and answers do not match.
     """
     require_lm(lm)
     require_type("answers", answers, Collection, "a list with a list of answers for each prompt")

@@ -73,7 +73,7 @@ class Regions:
 
     @classmethod
     def plan(cls, batch: int, capacities: Sequence[int], block_size: int = 1, shared: int | None = None) -> Regions:
-        """Regions of complete blocks, for `capacities` tokens of KV heads, `shared` together; ValueError past int32."""
+        """Regions for at least `capacities` tokens of KV heads, together at most `shared`; ValueError past int32."""
         alignment = math.lcm(REGION_ALIGNMENT, block_size)
         sizes = tuple(round_up(int(tokens), alignment) for tokens in capacities)
         regions = cls(batch, sizes, alignment, None if shared is None else round_up(shared, alignment))
