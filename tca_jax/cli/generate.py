@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -127,22 +126,19 @@ def print_stream(
     stream: Generator[str, None, Output], step: str, interrupted: Callable[[], bool] = lambda: False
 ) -> Output | None:
     """Prints the pieces of an answer up to its end or an interruption, for which it returns None."""
-    ended: list[Output] = []
-
-    def pieces() -> Iterator[str]:
-        ended.append((yield from stream))
-
-    answer = pieces()
-    with progress() as report:
-        report(step, None, None)
-        first = next(answer, "")
-    for piece in itertools.chain([first], answer):
-        if interrupted():
-            stream.close()
-            break
-        print(piece, end="", flush=True)
+    out = None
+    try:
+        with progress() as report:
+            report(step, None, None)
+            piece = next(stream)
+        while not interrupted():
+            print(piece, end="", flush=True)
+            piece = next(stream)
+        stream.close()
+    except StopIteration as end:
+        out = end.value
     print(flush=True)
-    return ended[0] if ended else None
+    return out
 
 
 def cut_note(out: Output) -> str:
