@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tca_jax.cli.files import print_json
 from tca_jax.cli.options import JsonOption, SavedProfileArgument, ShareTokensOption
@@ -67,7 +67,11 @@ def print_profile(profile: Profile | WorthProfile, folder: Path, tokens: int | N
         _print_worth(profile)
     else:
         _print_budgets(profile, tokens)
-    print(f"Calibrated on {_of_texts(lengths)}" if lengths else "Not calibrated on any text")
+    if lengths:
+        ends = " to ".join(f"{each:,}" for each in sorted({min(lengths), max(lengths)}))
+        print(f"Calibrated on {len(lengths)} text{'s'[: len(lengths) > 1]} of {ends} tokens")
+    else:
+        print("Not calibrated on any text")
     print(f"Profile: {folder}")
 
 
@@ -147,21 +151,9 @@ def _reasons(profile: WorthProfile) -> dict[str, str]:
 
 def print_table(rows: Sequence[Mapping[str, float]], chosen: float) -> None:
     """Rows of a table of measurements; the chosen one in bold."""
-    table = Table(box=box.SIMPLE)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
+    table = Table(*(Column(name, justify="right") for name in rows[0]), box=box.SIMPLE)
+    formats = {"copy": "+.2f", "fact": "+.2f", "following": "+.1%", "plain": "+.1%"}
     for row in rows:
-        cells = [_cell(name, value) for name, value in row.items()]
+        cells = ["-" if math.isnan(x) else format(x, formats.get(name, ".1%")) for name, x in row.items()]
         table.add_row(*cells, style="bold" if next(iter(row.values())) == chosen else None)
     Console().print(table)
-
-
-def _cell(name: str, value: float) -> str:
-    formats = {"copy": "+.2f", "fact": "+.2f", "following": "+.1%", "plain": "+.1%"}
-    return "-" if math.isnan(value) else format(value, formats.get(name, ".1%"))
-
-
-def _of_texts(lengths: list[int]) -> str:
-    """Number and lengths of texts."""
-    tokens = " to ".join(f"{each:,}" for each in sorted({min(lengths), max(lengths)}))
-    return f"{len(lengths)} text{'s'[: len(lengths) > 1]} of {tokens} tokens"
