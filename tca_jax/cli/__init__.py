@@ -15,7 +15,6 @@ _spares_one = threading.Event()  # the next Ctrl-C is noted, and ends nothing
 
 
 def main() -> None:
-    """Entry point of the console script."""
     leave_on_ctrl_c()
     from tca_jax.cli.app import run
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
 from tca_jax.cli.calibrate import calibrate
@@ -59,9 +60,8 @@ def _flush_or_abandon_stdout() -> None:
 
 
 def _fail(message: str) -> int:
-    console = Console(stderr=True)
-    console.print("[bold red]error:[/] ", end="")
-    console.print(" ".join(message.split()), markup=False, highlight=False, soft_wrap=True)
+    line = Text.assemble(("error:", "bold red"), " ", " ".join(message.split()))
+    Console(stderr=True).print(line, soft_wrap=True)
     return 2
 
 

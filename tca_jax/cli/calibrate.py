@@ -90,8 +90,7 @@ def calibrate(
             run.require_length(f"{name}, cut to {most}," if len(ids) > most else name, len(own[0]), checkpoint, config)
             sequences += own
     with progress(log=True) as report:
-        load = functools.partial(report, f"loading {model}")
-        lm = checkpoint.load(dtype=dtype, weights=weights, progress=load)
+        lm = checkpoint.load(dtype=dtype, weights=weights, progress=functools.partial(report, f"loading {model}"))
         profile = run.calibrate(lm, sequences, config, **options, progress=report)
     with naming(out):
         profile.save(out)

@@ -34,7 +34,6 @@ def naming_options(*names: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        argument = re.compile(rf"(?:TCAConfig\.)?({'|'.join(names)})\b(?: =)?")
-        if not (found := argument.match(str(error))):
+        if not (found := re.match(rf"(?:TCAConfig\.)?({'|'.join(names)})\b(?: =)?", str(error))):
             raise
         raise UserError(f"--{found[1].replace('_', '-')}{str(error)[found.end() :]}") from error

@@ -30,6 +30,5 @@ def require_writable(folder: Path, option: str) -> None:
 
 
 def print_json(record: dict[str, Any]) -> None:
-    """One object on standard output."""
     with naming("standard output"):
         print(json.dumps(record, indent=2, allow_nan=False))
