@@ -149,13 +149,10 @@ class Batch:
     def row_of(self, request: Request) -> Rows:
         return pages.row.run(self._bare_lm, bare(self.table), np.int32(request.slot or 0))
 
-    def _put(self, request: Request, row: Rows) -> None:
-        self.table = pages.put.run(self._bare_lm, bare(self.table), row, np.int32(request.slot or 0))
-
     def feed_next(self, request: Request) -> None:
         row, held = dataclasses.replace(self.row_of(request), free=self.table.free), len(request.parent.tokens)
         row, request.logits, count = self.feed(row, request.new[request.fed :], held + request.fed)
-        self._put(request, row)
+        self.table = pages.put.run(self._bare_lm, bare(self.table), row, np.int32(request.slot or 0))
         request.fed += count
 
     def feed(self, table: Rows, tokens: list[int], held: int) -> tuple[Rows, jax.Array, int]:

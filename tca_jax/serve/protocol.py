@@ -49,13 +49,12 @@ def require_field(known: Any, param: str | None, message: str, *, status: int = 
 
 
 _EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
-_NO_TOOLS = ("must be empty: tools and functions are not supported", *_EMPTY)
 _NO_CHOICE = ("must be none or auto: tools and functions are not supported", "none", "auto")
 #: Fields of OpenAI's that are not supported: an error, and the values that are allowed.
 _UNSUPPORTED: Json = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), ("must be 0; repetition_penalty is there", 0)),
     "logit_bias": ("must be empty", *_EMPTY),
-    **dict.fromkeys(("tools", "functions"), _NO_TOOLS),
+    **dict.fromkeys(("tools", "functions"), ("must be empty: tools and functions are not supported", *_EMPTY)),
     **dict.fromkeys(("tool_choice", "function_call"), _NO_CHOICE),
     "modalities": ('must be ["text"]', ["text"]),
     "suffix": ("must be left out: it is not supported", *_EMPTY),
@@ -265,9 +264,8 @@ def read_request(kind: type[_Request], body: bytes, content_type: str = "applica
         with explaining("the body is not valid UTF-8 text", UnicodeDecodeError, error=RequestError):
             fields: Any = {"text": body.decode("utf-8")}
     else:
-        known = media == "application/json"
         must = f"Content-Type = {json.dumps(media)}: must be text/plain, or application/json"
-        require_field(known, None, must, status=415)
+        require_field(media == "application/json", None, must, status=415)
         none: Json = {}  # JSON has neither NaN nor Infinity
         with explaining("the body is not valid JSON", ValueError, LookupError, RecursionError, error=RequestError):
             fields = json.loads(body, parse_constant=none.__getitem__)

@@ -172,10 +172,10 @@ class Scheduler:
         is_short = self._is_short(document)
         if any(each.is_short == is_short for each in self._readings) or (self._no_pages and not pins(document)):
             return False
-        if self._documents.parent_of(document) is not None and not self._reach(document):
-            return False
-        if document.parent is not None:
-            document.parent.users.add(document)
+        if (parent := self._documents.parent_of(document)) is not None:
+            if not self._reach(document):
+                return False
+            parent.users.add(document)
         group = self._group(document)
         count = self._num_pages(max(len(each.tokens) for each in group), document.parent, len(group))
         if not self._has_room(document, count):

@@ -132,8 +132,7 @@ class Answers:
                     if piece:
                         yield index, piece
                     if end is not None:
-                        ended = end.finish_reason != "cancelled"
-                        require_field(ended, None, "the server is shutting down", status=503)
+                        require_field(end.finish_reason != "cancelled", None, "the server is shutting down", status=503)
                         self.completions[index] = end
                         yield index, end
 
@@ -342,17 +341,15 @@ class Server:
         except Exception as error:
             yield _event(protocol.of_error(error).body())
 
-    def _max_tokens(self, wanted: ChatRequest | CompletionRequest, document: str | None, tokens: list[int]) -> int:
+    def _max_tokens(self, wanted: ChatRequest | CompletionRequest, document: str | None, new: list[int]) -> int:
         """Most tokens of an answer: as requested, or a default within the model's positions."""
         most, given = self._settings.max_tokens, wanted.max_tokens or wanted.max_completion_tokens
-        require_field(
-            wanted.min_tokens <= most, "min_tokens", f"min_tokens = {wanted.min_tokens}: must be at most {most}"
-        )
+        for name, tokens in (("min_tokens", wanted.min_tokens), ("max_tokens", given or 0)):
+            require_field(tokens <= most, name, f"{name} = {tokens}: must be at most {most}")
         if given is not None:
-            require_field(given <= most, "max_tokens", f"max_tokens = {given}: must be at most {most}")
             return given
         held = 0 if document is None else len(self._engine.document(document).tokens)
-        left = self._lm.config.max_context - held - len(tokens)
+        left = self._lm.config.max_context - held - len(new)
         return max(1, wanted.min_tokens, min(wanted.default_tokens or self._settings.default_tokens, most, left))
 
     def close(self) -> None:

@@ -72,7 +72,6 @@ class Stream:
         return self._ended is not None
 
     def add(self, tokens: list[int], logprobs: list[float], top: list[list[tuple[int, float]]]) -> None:
-        """More tokens."""
         self.last_token_at = time.perf_counter()
         self.first_token_at = self.first_token_at or self.last_token_at
         self._logprobs += logprobs
