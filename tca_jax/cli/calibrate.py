@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
+from typer import Option
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import read_text, require_writable
@@ -23,33 +23,30 @@ _PAPER = TCAConfig.paper()
 
 def calibrate(
     model: ModelArgument,
-    text: Annotated[list[Path], typer.Option(help='UTF-8 text file; may be repeated, "-" is stdin.')],
-    out: Annotated[Path, typer.Option(help="Folder that the profile is saved to.")],
-    tokens: Annotated[int, typer.Option(help="Tokens of a text.", min=1)] = 8192,
-    count: Annotated[
-        int, typer.Option(help="Texts that are made of the files; with --paper, of each file.", min=1)
-    ] = 8,
+    text: Annotated[list[Path], Option(help='UTF-8 text file; may be repeated, "-" is stdin.')],
+    out: Annotated[Path, Option(help="Folder that the profile is saved to.")],
+    tokens: Annotated[int, Option(help="Tokens of a text.", min=1)] = 8192,
+    count: Annotated[int, Option(help="Texts that are made of the files; with --paper, of each file.", min=1)] = 8,
     kept: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="Share of the tokens that stays.", show_default="the smallest that holds what full attention knows"
         ),
     ] = None,
     paper: Annotated[
-        bool, typer.Option("--paper", help="The paper's rule: a row of budgets for each KV head (Algorithm 1).")
+        bool, Option("--paper", help="The paper's rule: a row of budgets for each KV head (Algorithm 1).")
     ] = False,
     tau: Annotated[
-        float | None, typer.Option(help="With --paper: threshold of a candidate's score.", show_default=f"{_PAPER.tau}")
+        float | None, Option(help="With --paper: threshold of a candidate's score.", show_default=f"{_PAPER.tau}")
     ] = None,
     window: Annotated[
-        int | None,
-        typer.Option(help="With --paper: local tokens that every query keeps.", show_default=f"{_PAPER.window}"),
+        int | None, Option(help="With --paper: local tokens that every query keeps.", show_default=f"{_PAPER.window}")
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="With --paper: tokens in a block.", show_default=f"{_PAPER.block_size}")
+        int | None, Option(help="With --paper: tokens in a block.", show_default=f"{_PAPER.block_size}")
     ] = None,
     criterion: Annotated[
-        Criterion | None, typer.Option(help="With --paper: score of a candidate.", show_default=_PAPER.criterion)
+        Criterion | None, Option(help="With --paper: score of a candidate.", show_default=_PAPER.criterion)
     ] = None,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from tca_jax.cli import spare_one_ctrl_c
 from tca_jax.cli.files import read_text, require_writable
@@ -24,11 +24,11 @@ from tca_jax.progress import progress
 @with_options
 def chat(
     model: ModelArgument,
-    file: Annotated[Path | None, typer.Option(help="The document (UTF-8).", show_default="that of --context")] = None,
+    file: Annotated[Path | None, Option(help="The document (UTF-8).", show_default="that of --context")] = None,
     system: SystemOption = None,
     context: ContextOption = None,
-    save_context: Annotated[Path | None, typer.Option(help="Folder to save the prefilled document to.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Append each question and answer to the document.")] = False,
+    save_context: Annotated[Path | None, Option(help="Folder to save the prefilled document to.")] = None,
+    follow: Annotated[bool, Option("--follow", help="Append each question and answer to the document.")] = False,
     running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
     config: GenerationConfig = GenerationConfig(),  # noqa: B008
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import print_json, read_text
@@ -30,24 +30,22 @@ _HEADING_CHARACTERS = 60  # of a prompt, over its answer
 @with_options
 def generate(
     model: ModelArgument,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.", show_default=False)] = None,
+    prompt: Annotated[list[str] | None, Option(help="A prompt; may be repeated.", show_default=False)] = None,
     prompt_file: Annotated[
         list[Path] | None,
-        typer.Option(help='File with a prompt (UTF-8); "-" reads stdin; may be repeated.', show_default=False),
+        Option(help='File with a prompt (UTF-8); "-" reads stdin; may be repeated.', show_default=False),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Send it as a user message, or with --context as a question of a chat.")
+        bool, Option("--chat", help="Send it as a user message, or with --context as a question of a chat.")
     ] = False,
     system: SystemOption = None,
     context: ContextOption = None,
     running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
     config: GenerationConfig = GenerationConfig(),  # noqa: B008
-    num_samples: Annotated[int, typer.Option(help="Answers to each prompt, which is read once.")] = 1,
-    logprobs: Annotated[
-        bool, typer.Option("--logprobs", help="Log-probability of every new token; needs --json.")
-    ] = False,
+    num_samples: Annotated[int, Option(help="Answers to each prompt, which is read once.")] = 1,
+    logprobs: Annotated[bool, Option("--logprobs", help="Log-probability of every new token; needs --json.")] = False,
     top_logprobs: Annotated[
-        int | None, typer.Option(help="Number of likeliest tokens at each place, too; needs --json.", min=1)
+        int | None, Option(help="Number of likeliest tokens at each place, too; needs --json.", min=1)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

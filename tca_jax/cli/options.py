@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-import typer
+from typer import Argument, Option
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.engine.generation_config import GenerationConfig, option_help
@@ -30,46 +30,40 @@ def launched_in_order(mesh: _T) -> _T:
     return mesh
 
 
-ModelArgument = Annotated[str, typer.Argument(help="Alias, Hub id, folder or GGUF file.", show_default=False)]
+ModelArgument = Annotated[str, Argument(help="Alias, Hub id, folder or GGUF file.", show_default=False)]
 ProfileOption = Annotated[
-    str | None, typer.Option(help='Profile folder, or "shipped" for a shipped model.', show_default="full attention")
+    str | None, Option(help='Profile folder, or "shipped" for a shipped model.', show_default="full attention")
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16")
+    str | None, Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16")
 ]
 WeightsOption = Annotated[
-    str | None,
-    typer.Option(help="Store projections and MLP in eight bits: fp8.", show_default="as the checkpoint does"),
+    str | None, Option(help="Store projections and MLP in eight bits: fp8.", show_default="as the checkpoint does")
 ]
-KVOption = Annotated[
-    str | None, typer.Option("--kv", help="Store the KV cache in eight bits: fp8.", show_default="in dtype")
-]
+KVOption = Annotated[str | None, Option("--kv", help="Store the KV cache in eight bits: fp8.", show_default="in dtype")]
 MeshOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--mesh",
         help="Devices that share the model: those on data x those on model, such as 1x4.",
         show_default="one device",
         callback=launched_in_order,
     ),
 ]
-BackendOption = Annotated[str, typer.Option(help="Kernels: auto, xla, triton or mosaic.")]
-SeedOption = Annotated[int, typer.Option(help="Other seeds, other draws.", min=0, max=2**32 - 1)]
-SystemOption = Annotated[str | None, typer.Option(help="System message; the chat template puts it first.")]
+BackendOption = Annotated[str, Option(help="Kernels: auto, xla, triton or mosaic.")]
+SeedOption = Annotated[int, Option(help="Other seeds, other draws.", min=0, max=2**32 - 1)]
+SystemOption = Annotated[str | None, Option(help="System message; the chat template puts it first.")]
 ContextOption = Annotated[
-    Path | None, typer.Option(help="Folder of what was read before (chat --save-context).", show_default=False)
+    Path | None, Option(help="Folder of what was read before (chat --save-context).", show_default=False)
 ]
 SavedProfileArgument = Annotated[
-    str,
-    typer.Argument(
-        help='Folder that a profile was saved to; "shipped", or a shipped model\'s name.', show_default=False
-    ),
+    str, Argument(help='Folder that a profile was saved to; "shipped", or a shipped model\'s name.', show_default=False)
 ]
 ShareTokensOption = Annotated[
     int | None,
-    typer.Option(help="Prompt length of the budgets' shares.", show_default="that of calibration", min=1, max=LARGEST),
+    Option(help="Prompt length of the budgets' shares.", show_default="that of calibration", min=1, max=LARGEST),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON object on standard output.")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +73,11 @@ class ModelOptions:
     profile: ProfileOption = None
     kept: Annotated[
         float | None,
-        typer.Option(help="Share of the tokens that stays, under predicted worth.", show_default="that of the profile"),
+        Option(help="Share of the tokens that stays, under predicted worth.", show_default="that of the profile"),
     ] = None
     method: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help='Registered name, options behind a colon, pairs by "+", such as streaming:window=512.',
             show_default="that of the profile",
         ),
@@ -125,7 +119,7 @@ def _fields_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     if kind is GenerationConfig:  # what every command with answers has
         given, words = hints | {"stop": list[str]}, option_help()
         common = [name for name in given if name not in _NOT_COMMON]
-        hints = {name: Annotated[given[name], typer.Option(help=words.get(name))] for name in common}
+        hints = {name: Annotated[given[name], Option(help=words.get(name))] for name in common}
     return [
         parameter.replace(name=field.name, annotation=hints[field.name], default=field.default)
         for field in dataclasses.fields(kind)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from tca_jax.cli import spare_one_ctrl_c
 from tca_jax.cli.files import require_writable
@@ -39,36 +39,35 @@ class ServingOptions:
 
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Key that requests must have; may be repeated. TCA_JAX_API_KEY keeps it out of lists of processes.",
             show_default="no key",
             callback=_keys,
         ),
     ] = None
     model_name: Annotated[
-        str | None, typer.Option(help="Name of the model in requests.", show_default="as it is given, without folders")
+        str | None, Option(help="Name of the model in requests.", show_default="as it is given, without folders")
     ] = None
-    max_rows: Annotated[int, typer.Option(help="Answers that are written at once.", min=1)] = 8
+    max_rows: Annotated[int, Option(help="Answers that are written at once.", min=1)] = 8
     answer_tokens: Annotated[
-        int, typer.Option(help="Tokens of question and answer for which each row has memory.", min=1, max=LARGEST)
+        int, Option(help="Tokens of question and answer for which each row has memory.", min=1, max=LARGEST)
     ] = 1024
     pages: Annotated[
-        int | None, typer.Option(help="Pages of documents on the device.", min=1, show_default="what is free")
+        int | None, Option(help="Pages of documents on the device.", min=1, show_default="what is free")
     ] = None
     host_memory: Annotated[
-        float | None,
-        typer.Option(help="GB of host memory for documents off the device.", min=0, show_default="a quarter"),
+        float | None, Option(help="GB of host memory for documents off the device.", min=0, show_default="a quarter")
     ] = None
     disk: Annotated[
         Path | None,
-        typer.Option(help="Folder in which documents are stored, and found at the next start.", show_default="none"),
+        Option(help="Folder in which documents are stored, and found at the next start.", show_default="none"),
     ] = None
-    disk_gb: Annotated[float | None, typer.Option(help="Most GB in it.", min=0, show_default="no bound")] = None
-    max_waiting: Annotated[int, typer.Option(help="Answers that wait or are written.", min=1)] = 256
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, max=LARGEST)] = 4096
-    max_body: Annotated[float, typer.Option(help="Most MB of a request.", min=0.001)] = 64.0
-    timeout: Annotated[float, typer.Option(help="Most seconds of an answer, waiting included.", min=0.001)] = 600.0
-    grace: Annotated[float, typer.Option(help="Seconds that running answers have at the end.", min=0)] = 10.0
+    disk_gb: Annotated[float | None, Option(help="Most GB in it.", min=0, show_default="no bound")] = None
+    max_waiting: Annotated[int, Option(help="Answers that wait or are written.", min=1)] = 256
+    max_tokens: Annotated[int, Option(help="Most tokens of an answer.", min=1, max=LARGEST)] = 4096
+    max_body: Annotated[float, Option(help="Most MB of a request.", min=0.001)] = 64.0
+    timeout: Annotated[float, Option(help="Most seconds of an answer, waiting included.", min=0.001)] = 600.0
+    grace: Annotated[float, Option(help="Seconds that running answers have at the end.", min=0)] = 10.0
 
     def check(self) -> None:
         """Raises ValueError if a package is missing, or an option is not allowed that no parser checks."""
@@ -104,10 +103,8 @@ class ServingOptions:
 @with_options
 def serve(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="Address to listen on; others reach the server from elsewhere.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[str, Option(help="Address to listen on; others reach the server from elsewhere.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
     serving: ServingOptions = ServingOptions(),
     running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
 ) -> None:
