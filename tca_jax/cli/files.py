@@ -23,8 +23,7 @@ def require_writable(folder: Path, option: str) -> None:
     """Fails before a long run if `folder`, or the nearest folder above it that exists, cannot be written to."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise UserError(f"{option} {folder} cannot be written: {existing}: {error.strerror}") from None
 

@@ -99,7 +99,7 @@ class Scheduler:
         documents, begun = self._documents, time.perf_counter()
         for document, error in documents.move():
             for request in [each for each in self._requests if each.parent is document and each.slot is None]:
-                self._fail(request, error)
+                self._end(request, error)
             self._recover(error)
         under_way = documents.store()
         worked = self._no_pages = self._no_rows = False  # none waits yet for pages of documents, or for a row
@@ -134,14 +134,11 @@ class Scheduler:
             yield
         except Exception as error:
             for each in concerned:
-                self._fail(each, error)
+                if isinstance(each, Document):
+                    self._documents.fail(each, error)
+                else:
+                    self._end(each, error)
             self._recover(error)
-
-    def _fail(self, concerned: Request | Document, error: Exception) -> None:
-        if isinstance(concerned, Document):
-            self._documents.fail(concerned, error)
-        else:
-            self._end(concerned, error)
 
     def _recover(self, error: Exception) -> None:
         """Replaces the arrays that a failed program has consumed: rows of the batch fail, other requests restart."""
@@ -150,7 +147,7 @@ class Scheduler:
             return
         _log.error("the batch begins again after an error", exc_info=error)
         for request in self._batch.requests:
-            self._fail(request, error)
+            self._end(request, error)
         for request in self._requests:
             self._batch.end(request)
             request.logits, request.fed = None, 0
