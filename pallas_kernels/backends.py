@@ -26,10 +26,19 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "select_tokens": ("triton", "xla"),
     }
 )
+#: Backends that round to eight bits: "auto" never picks them.
+_EIGHT_BITS: Mapping[str, tuple[str, ...]] = MappingProxyType({"prefill_attention": ("mosaic_fp8",)})
 #: Every name of a backend, and the major CUDA compute capabilities that it runs on; None runs on any device. The Mosaic
 #: kernels use wgmma, the matrix instructions of Hopper alone.
 _NEEDS: Mapping[str, range | None] = MappingProxyType(
-    {"auto": None, "cudnn": range(8, 100), "mosaic": range(9, 10), "triton": range(8, 100), "xla": None}
+    {
+        "auto": None,
+        "cudnn": range(8, 100),
+        "mosaic": range(9, 10),
+        "mosaic_fp8": range(9, 10),
+        "triton": range(8, 100),
+        "xla": None,
+    }
 )
 #: What an operation's `backend` argument takes. "auto" is the best backend that the device has and that takes the
 #: call; any other name is taken or refused, never replaced. A tuple of names is an order of preference: the first
@@ -74,7 +83,8 @@ def dispatch(operation: str, backend: Backend) -> Callable[..., Any]:
         ValueError: the backend is unknown, cannot run on this device, not implemented for this operation, or cannot
             be imported.
     """
-    names, known = (backend,) if isinstance(backend, str) else backend, ("auto", *OPERATIONS[operation])
+    names = (backend,) if isinstance(backend, str) else backend
+    known = ("auto", *OPERATIONS[operation], *_EIGHT_BITS.get(operation, ()))
     name = next((name for name in names if name in known), "")
     require(name, f"backend = {backend!r}: {operation} has no such implementation; must be one of {sorted(known)}")
     check_backend(name)

@@ -2,8 +2,8 @@
 
 Two compute warpgroups own 64 query rows each; one memory warpgroup streams 128-token tiles of K and V: first the
 diagonal tile, then the last tile of the head's region in the pool, then the rest of the region, then the window. Only
-the first two need a mask. Listed blocks and means come last, with a bias per key. The compute warpgroups take turns
-(FlashAttention-3, arXiv 2407.08608): while one computes its softmax, the other has the tensor cores.
+the first two need a mask. Listed blocks and means come last, with a bias per key. A `Softmax` does the arithmetic: that
+of 16 bits is here, that of eight in mosaic_fp8.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,39 @@ from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import MASKED, varying_like
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 
-_ROWS = 64  # query rows of a warpgroup: one wgmma tile
-_TILE = 128  # query rows of a program, and tokens of a K or V tile
+ROWS = 64  # query rows of a warpgroup: one wgmma tile
+TILE = 128  # query rows of a program, and tokens of a K or V tile
 _WARPGROUPS = 2  # that compute; one more moves memory
 _STAGES = 2  # K and V tiles in flight; each takes 512 d bytes of shared memory
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
+
+
+class Far(NamedTuple):
+    """Far blocks; arrays, or refs within the kernel. Means and biases fill full tiles."""
+
+    blocks: Any
+    counts: Any
+    mean_k: Any  # [B, N, Hkv, d]
+    mean_v: Any
+    mean_counts: Any
+    token_bias: Any  # [B, Hkv, L], in the units of `Softmax.scores`
+    mean_bias: Any  # [B, Hkv, N, N]
+
+
+class Operands(NamedTuple):
+    """What the kernel reads; arrays, or refs within it. In eight bits values have their tokens last."""
+
+    q: Any  # [B, L, Hq, d]
+    k: Any  # [B, L, Hkv, d]
+    v: Any
+    pool_k: Any  # [P, d]
+    pool_v: Any
+    offsets: Any
+    prefixes: Any
+    lengths: Any  # [B, Hkv]
+    order: Any
+    far: Far | None
+    rounding: Any = None  # scales of eight bits
 
 
 # Under a jit of its own, all layers of a program share one kernel. JAX 0.11 numbers Mosaic kernels as it lowers them,
@@ -50,9 +78,29 @@ def prefill_attention(
     far: FarBlocks | None = None,
 ) -> Array:
     """See `prefill_attention.prefill_attention`. Values among the padding, and of all means, must be finite."""
+    sizes = {"block_size": block_size, "window": window}
+    operands = kernel_operands(q, k, v, pool, budgets, lengths, far, unit=q.shape[3] ** 0.5, **sizes)
+    out = call_kernel(operands, Softmax, q.dtype, **sizes)
+    return varying_like(out[:, : q.shape[1]], q, k, v, pool, budgets, lengths, far)
+
+
+def kernel_operands(
+    q: Array,
+    k: Array,
+    v: Array,
+    pool: Pool,
+    budgets: Array,
+    lengths: Array,
+    far: FarBlocks | None,
+    *,
+    unit: float,  # of the kernel's scores, in one of the logits
+    block_size: int,
+    window: int,
+) -> Operands:
+    """The operands in 16 bits. NotImplementedError for a call that the kernel does not take."""
     length, head_dim = q.shape[1], q.shape[3]
-    takes = q.dtype in (jnp.bfloat16, jnp.float16) and block_size % _TILE == 0 and head_dim in (64, 128)
-    allowed = f"bfloat16 and float16, d 64 or 128 and block_size a multiple of {_TILE}"
+    takes = q.dtype in (jnp.bfloat16, jnp.float16) and block_size % TILE == 0 and head_dim in (64, 128)
+    allowed = f"bfloat16 and float16, d 64 or 128 and block_size a multiple of {TILE}"
     given = f"{q.dtype}, d = {head_dim} and block_size = {block_size}"
     require(takes, f"prefill_attention on mosaic takes {allowed}, not {given}", Unsupported)
     padding = -length % block_size
@@ -60,21 +108,18 @@ def prefill_attention(
         q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
     far_work = 0.0 if far is None else far.work(block_size)
     prefixes, order = prefix_schedule(budgets, q.shape[1] // block_size, window // block_size, far_work)
-    of_far = () if far is None else _far_operands(far, padding, head_dim)
     table = (pool.offsets, prefixes, lengths_by_head(lengths, k.shape[2]), order)
-    out = _call_kernel((q, k, v, pool.k, pool.v, *table, *of_far), block_size, window, biased=far is not None)
-    return varying_like(out[:, :length], q, k, v, pool, budgets, lengths, far)
+    return Operands(q, k, v, pool.k, pool.v, *table, None if far is None else _far_operands(far, padding, unit))
 
 
-def _far_operands(far: FarBlocks, padding: int, head_dim: int) -> tuple[Array, ...]:
-    """Far blocks in the kernel's form: means and biases, in units of the products of q and k, fill full tiles."""
+def _far_operands(far: FarBlocks, padding: int, unit: float) -> Far:
     blocks = far.counts.shape[-1]
-    rest, counted = -blocks % _TILE, jnp.arange(blocks) < far.mean_counts[..., None]
+    rest, counted = -blocks % TILE, jnp.arange(blocks) < far.mean_counts[..., None]
     mean_k, mean_v = (jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))) for x in (far.mean_k, far.mean_v))
     token_bias = jnp.pad(jnp.where(far.selected, jnp.float32(MASKED), 0), ((0, 0), (0, 0), (0, padding)))
-    mean_bias = jnp.maximum(jnp.where(counted, far.mean_bias * head_dim**0.5, MASKED), MASKED)
+    mean_bias = jnp.maximum(jnp.where(counted, far.mean_bias * unit, MASKED), MASKED)
     mean_bias = jnp.pad(mean_bias, ((0, 0), (0, 0), (0, 0), (0, rest)), constant_values=MASKED)
-    return far.blocks, far.counts, mean_k, mean_v, far.mean_counts, token_bias, mean_bias
+    return Far(far.blocks, far.counts, mean_k, mean_v, far.mean_counts, token_bias, mean_bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,49 +147,70 @@ class _Work:
     steps: Any
 
 
-def _find_work(refs: Any, block_size: int, window: int) -> _Work:
-    _, _, _, _, _, offsets_ref, prefixes_ref, lengths_ref, order_ref, *far, _ = refs
+def _find_work(refs: Operands, block_size: int, window: int) -> _Work:
     # Heads of a group run side by side and regions one after another, since they share K and V in L2. The regions with
     # most to do come first, and within a region the last tiles, so that the last programs are short.
-    q_ref, k_ref = refs[:2]
-    kv_heads, tiles = k_ref.shape[2], q_ref.shape[1] // _TILE
-    group, work = q_ref.shape[2] // kv_heads, lax.axis_index("work")
+    kv_heads, tiles = refs.k.shape[2], refs.q.shape[1] // TILE
+    group, work = refs.q.shape[2] // kv_heads, lax.axis_index("work")
     turn = lax.div(work, group)
-    region = order_ref[lax.div(turn, tiles)]
+    region = refs.order[lax.div(turn, tiles)]
     row, kv_head = lax.div(region, kv_heads), lax.rem(region, kv_heads)
     head, tile = kv_head * group + lax.rem(work, group), tiles - 1 - lax.rem(turn, tiles)
-    block = lax.div(tile * _TILE, block_size)
-    prefix = prefixes_ref[row, kv_head, block]
-    edge_tile = lax.div(jnp.maximum(block * block_size - window, 0), _TILE)
-    full_tiles, tail = lax.div(prefix, _TILE), lax.rem(prefix, _TILE)
-    length = lengths_ref[row, kv_head]
-    alive = tile * _TILE < length
+    block = lax.div(tile * TILE, block_size)
+    prefix = refs.prefixes[row, kv_head, block]
+    edge_tile = lax.div(jnp.maximum(block * block_size - window, 0), TILE)
+    full_tiles, tail = lax.div(prefix, TILE), lax.rem(prefix, TILE)
+    length = refs.lengths[row, kv_head]
+    alive = tile * TILE < length
     masked_steps = jnp.where(alive, jnp.where(tail > 0, 2, 1), 0)
     listed_tiles = biased_steps = jnp.int32(0)
-    if far:
-        _, counts_ref, _, _, mean_counts_ref, *_ = far
-        listed_tiles = counts_ref[row, kv_head, block] * (block_size // _TILE)
-        biased_steps = listed_tiles + lax.div(mean_counts_ref[row, kv_head, block] + _TILE - 1, _TILE)
-    place = row, head, kv_head, tile, block, length, offsets_ref[row, kv_head]
+    if refs.far is not None:
+        listed_tiles = refs.far.counts[row, kv_head, block] * (block_size // TILE)
+        biased_steps = listed_tiles + lax.div(refs.far.mean_counts[row, kv_head, block] + TILE - 1, TILE)
+    place = row, head, kv_head, tile, block, length, refs.offsets[row, kv_head]
     biased = jnp.where(alive, biased_steps, 0)
     steps = jnp.where(alive, masked_steps + full_tiles + tile - edge_tile + biased_steps, 0)
     return _Work(*place, full_tiles, tail, edge_tile, masked_steps, listed_tiles, biased, steps)
 
 
-def _move(refs: Any, scoped: Any, work: _Work, block_size: int) -> None:
+class _Scoped(NamedTuple):
+    """Shared memory and barriers of a program."""
+
+    q: Any  # [warpgroups, ROWS, d]
+    out: Any
+    k: Any  # [stages, TILE, d]
+    v: Any  # in eight bits `[stages, d, TILE]`
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    k_read: Any
+    v_read: Any
+    turns: Any
+    bias: Any = None  # [stages, TILE], of tiles that have one
+    bias_ready: Any = None
+    ones: Any = None  # [8, TILE], in eight bits
+    ones_ready: Any = None
+
+
+def _move(refs: Operands, scoped: _Scoped, work: _Work, block_size: int) -> None:
     """The memory warpgroup: fetches the tiles in the order of `_Work`."""
-    _, k_ref, v_ref, k_pool_ref, v_pool_ref, _, _, _, _, *far, _ = refs
+    far, tokens_last = refs.far, refs.rounding is not None
     plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")  # the others get them
+    if scoped.ones is not None:
+        plgpu.copy_gmem_to_smem(refs.rounding.ones, scoped.ones, scoped.ones_ready)
+
+    def values(ref: Any, tokens: Any, *place: Any) -> Any:
+        return ref.at[(*place, slice(None), tokens) if tokens_last else (*place[:1], tokens, *place[1:])]
 
     def fetch_pool(step: Any, tile: Any) -> None:
-        index = _aligned(work.offset + tile * _TILE)  # regions start on multiples of 128
-        _fetch(scoped, step, k_pool_ref.at[index], v_pool_ref.at[index])
+        tokens = _aligned(work.offset + tile * TILE)  # regions start on multiples of 128
+        _fetch(scoped, step, refs.pool_k.at[tokens], values(refs.pool_v, tokens))
 
     def fetch_prompt(step: Any, tile: Any, bias_ref: Any = None) -> None:
-        tokens = _aligned(tile * _TILE)
-        index = (work.row, tokens, work.kv_head)
+        tokens = _aligned(tile * TILE)
         bias = None if bias_ref is None else bias_ref.at[work.row, work.kv_head, tokens]
-        _fetch(scoped, step, k_ref.at[index], v_ref.at[index], bias)
+        v_tile = values(refs.v, tokens, work.row, work.kv_head)
+        _fetch(scoped, step, refs.k.at[work.row, tokens, work.kv_head], v_tile, bias)
 
     @pl.when(work.steps > 0)
     def fetch_all() -> None:
@@ -154,18 +220,17 @@ def _move(refs: Any, scoped: Any, work: _Work, block_size: int) -> None:
         unmasked = work.masked_steps + work.full_tiles
         window_tiles = work.tile - work.edge_tile
         pl.loop(0, window_tiles)(lambda i: fetch_prompt(unmasked + i, work.edge_tile + i))
-        if not far:
+        if far is None:
             return
-        blocks_ref, _, mean_k_ref, mean_v_ref, _, token_bias_ref, mean_bias_ref = far
-        begin, parts = work.steps - work.biased_steps, block_size // _TILE
+        begin, parts = work.steps - work.biased_steps, block_size // TILE
 
         def listed(i: Any) -> Any:
-            first = blocks_ref[work.row, work.kv_head, work.block, lax.div(i, jnp.int32(parts))]
-            return lax.div(first, jnp.int32(_TILE)) + lax.rem(i, jnp.int32(parts))
+            first = far.blocks[work.row, work.kv_head, work.block, lax.div(i, jnp.int32(parts))]
+            return lax.div(first, jnp.int32(TILE)) + lax.rem(i, jnp.int32(parts))
 
         def fetch_listed(i: Any, tile: Any) -> Any:
             following = listed(jnp.minimum(i + 1, work.listed_tiles - 1))  # read before this tile waits for its slot
-            fetch_prompt(begin + i, tile, token_bias_ref)
+            fetch_prompt(begin + i, tile, far.token_bias)
             return following
 
         @pl.when(work.listed_tiles > 0)
@@ -174,10 +239,10 @@ def _move(refs: Any, scoped: Any, work: _Work, block_size: int) -> None:
 
         @pl.loop(0, work.biased_steps - work.listed_tiles)
         def fetch_means(i: Any) -> None:
-            index = (work.row, _aligned(i * _TILE), work.kv_head)
-            bias = mean_bias_ref.at[work.row, work.kv_head, work.block, index[1]]
-            step = begin + work.listed_tiles + i
-            _fetch(scoped, step, mean_k_ref.at[index], mean_v_ref.at[index], bias)
+            tokens, step = _aligned(i * TILE), begin + work.listed_tiles + i
+            bias = far.mean_bias.at[work.row, work.kv_head, work.block, tokens]
+            v_tile = values(far.mean_v, tokens, work.row, work.kv_head)
+            _fetch(scoped, step, far.mean_k.at[work.row, tokens, work.kv_head], v_tile, bias)
 
 
 def _mask(work: _Work, warpgroup: Any, step: Any, scores: Any) -> Any:
@@ -185,94 +250,108 @@ def _mask(work: _Work, warpgroup: Any, step: Any, scores: Any) -> Any:
     layout = plgpu.Layout.WGMMA
     rows, columns = (plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=layout) for axis in range(2))
     diagonal = (step == 0).astype(jnp.int32)
-    bound = jnp.where(step == 0, warpgroup * _ROWS + 1, work.tail)
+    bound = jnp.where(step == 0, warpgroup * ROWS + 1, work.tail)
     return jnp.where(columns < rows * diagonal + bound, scores, -jnp.inf)
 
 
-def _call_kernel(operands: tuple[Array, ...], block_size: int, window: int, *, biased: bool) -> Array:
-    """Runs one program per query tile and head; `biased`: some tiles have a bias for each key."""
+def call_kernel(operands: Operands, softmax: type[Softmax], dtype: Any, *, block_size: int, window: int) -> Array:
+    """Runs one program per query tile and head; the attention `[B, L, Hq, d]` in `dtype`."""
+    arrays, tree = jax.tree.flatten(operands)
 
-    def program(refs: Any, scoped: Any) -> None:
+    def program(refs: Operands, out_ref: Any, scoped: _Scoped) -> None:
         work, warpgroup = _find_work(refs, block_size, window), lax.axis_index("wg")
-        pl.when(warpgroup < _WARPGROUPS)(lambda: _attend(refs, scoped, work, warpgroup))
+        pl.when(warpgroup < _WARPGROUPS)(lambda: _attend(softmax, refs, out_ref, scoped, work, warpgroup))
         pl.when(warpgroup == _WARPGROUPS)(lambda: _move(refs, scoped, work, block_size))
 
-    def entry(*refs: Any) -> None:
-        head_dim = refs[0].shape[3]
-        swizzle = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # as TMA fills it and wgmma reads it
-        tile = partial(plgpu.SMEM, dtype=refs[0].dtype, transforms=swizzle)
-        pl.run_scoped(
-            lambda *scoped: program(refs, scoped),
-            (tile((_WARPGROUPS, _ROWS, head_dim)), *(tile((_STAGES, _TILE, head_dim)),) * 2),
-            (plgpu.Barrier(num_barriers=_WARPGROUPS), *(plgpu.Barrier(num_barriers=_STAGES),) * 2),
-            (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),) * 2,
-            plgpu.Barrier(num_arrivals=_WARPGROUPS),
-            (plgpu.SMEM((_STAGES, _TILE), jnp.float32), plgpu.Barrier(num_barriers=_STAGES)) if biased else (),
-            collective_axes="wg",
-        )
+    def tile(*shape: int, dtype: Any) -> Any:
+        """Shared memory as TMA fills it and wgmma reads it: swizzled in rows of up to 128 bytes."""
+        itemsize = jnp.dtype(dtype).itemsize
+        width = min(128, shape[-1] * itemsize)
+        swizzle = plgpu.TilingTransform((8, width // itemsize)), plgpu.SwizzleTransform(width)
+        return plgpu.SMEM(shape, dtype, transforms=swizzle)
 
-    batch, length, heads, _ = operands[0].shape
+    def entry(*flat: Any) -> None:
+        refs, out_ref = jax.tree.unflatten(tree, flat[:-1]), flat[-1]
+        head_dim, barriers = refs.q.shape[3], partial(plgpu.Barrier, num_barriers=_STAGES)
+        v_tile = (TILE, head_dim) if refs.rounding is None else (head_dim, TILE)
+        scoped = {
+            "q": tile(_WARPGROUPS, ROWS, head_dim, dtype=refs.q.dtype),
+            "out": tile(_WARPGROUPS, ROWS, head_dim, dtype=dtype),
+            "k": tile(_STAGES, TILE, head_dim, dtype=refs.k.dtype),
+            "v": tile(_STAGES, *v_tile, dtype=refs.v.dtype),
+            "q_ready": plgpu.Barrier(num_barriers=_WARPGROUPS),
+            "k_ready": barriers(),
+            "v_ready": barriers(),
+            "k_read": barriers(num_arrivals=_WARPGROUPS),
+            "v_read": barriers(num_arrivals=_WARPGROUPS),
+            "turns": plgpu.Barrier(num_arrivals=_WARPGROUPS),
+        }
+        if refs.far is not None:
+            scoped |= {"bias": plgpu.SMEM((_STAGES, TILE), jnp.float32), "bias_ready": barriers()}
+        if refs.rounding is not None:
+            ones = refs.rounding.ones
+            scoped |= {"ones": tile(*ones.shape, dtype=ones.dtype), "ones_ready": plgpu.Barrier()}
+        pl.run_scoped(lambda **held: program(refs, out_ref, _Scoped(**held)), collective_axes="wg", **scoped)
+
+    batch, length, heads, _ = operands.q.shape
     out: Array = plgpu.kernel(
         entry,
-        out_type=jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),
-        grid=(batch * heads * (length // _TILE),),
+        out_type=jax.ShapeDtypeStruct(operands.q.shape, dtype),
+        grid=(batch * heads * (length // TILE),),
         grid_names=("work",),
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
         kernel_name="prefill_attention_kernel",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*operands)
+    )(*arrays)
     return out
 
 
-def _fetch(scoped: Any, step: Any, k_tile: Any, v_tile: Any, bias_tile: Any = None) -> None:
+def _fetch(scoped: _Scoped, step: Any, k_tile: Any, v_tile: Any, bias_tile: Any = None) -> None:
     """Fills the next free slot of K and V as soon as both compute warpgroups have read it."""
-    (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), _, biases = scoped
     slot = lax.rem(step, jnp.int32(_STAGES))
     reused = step >= _STAGES
-    pl.when(reused)(lambda: plgpu.barrier_wait(k_read.at[slot]))
-    plgpu.copy_gmem_to_smem(k_tile, k_smem.at[slot], k_ready.at[slot])
-    if bias_tile is not None:  # read with K, before K's slot is free
-        bias_smem, bias_ready = biases
-        plgpu.copy_gmem_to_smem(bias_tile, bias_smem.at[slot], bias_ready.at[slot])
-    pl.when(reused)(lambda: plgpu.barrier_wait(v_read.at[slot]))
-    plgpu.copy_gmem_to_smem(v_tile, v_smem.at[slot], v_ready.at[slot])
+    pl.when(reused)(lambda: plgpu.barrier_wait(scoped.k_read.at[slot]))
+    plgpu.copy_gmem_to_smem(k_tile, scoped.k.at[slot], scoped.k_ready.at[slot])
+    if bias_tile is not None:  # read before K's slot is given back
+        plgpu.copy_gmem_to_smem(bias_tile, scoped.bias.at[slot], scoped.bias_ready.at[slot])
+    pl.when(reused)(lambda: plgpu.barrier_wait(scoped.v_read.at[slot]))
+    plgpu.copy_gmem_to_smem(v_tile, scoped.v.at[slot], scoped.v_ready.at[slot])
 
 
-def _attend(refs: Any, scoped: Any, work: _Work, warpgroup: Any) -> None:
+def _attend(
+    softmax_type: type[Softmax], refs: Operands, out_ref: Any, scoped: _Scoped, work: _Work, warpgroup: Any
+) -> None:
     """A compute warpgroup: online softmax of its 64 rows over all tiles."""
-    q_ref, out_ref = refs[0], refs[-1]
-    (qo_smem, _, _), (q_ready, k_ready, _), _, turns, biases = scoped
-    head_dim, first = q_ref.shape[3], work.tile * _TILE
+    head_dim = refs.q.shape[3]
     plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-    first_row = pl.multiple_of(first + warpgroup * _ROWS, _ROWS)
-    place = (work.row, pl.ds(first_row, _ROWS), work.head)
-    qo = qo_smem.at[warpgroup]
-    plgpu.copy_gmem_to_smem(q_ref.at[place], qo, q_ready.at[warpgroup])
-    plgpu.barrier_wait(q_ready.at[warpgroup])
+    first_row = pl.multiple_of(work.tile * TILE + warpgroup * ROWS, ROWS)
+    place = (work.row, pl.ds(first_row, ROWS), work.head)
+    q_smem, out_smem = scoped.q.at[warpgroup], scoped.out.at[warpgroup]
+    plgpu.copy_gmem_to_smem(refs.q.at[place], q_smem, scoped.q_ready.at[warpgroup])
+    plgpu.barrier_wait(scoped.q_ready.at[warpgroup])
+    softmax = softmax_type(refs, scoped, work, first_row)
 
-    by_row = plgpu.Layout.WGMMA.reduce(1)
-    carry = (
-        plgpu.layout_cast(jnp.zeros((_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((_ROWS,), -jnp.inf, jnp.float32), by_row),
-        plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), by_row),
-    )
-    pl.when(work.steps > 0)(lambda: plgpu.barrier_wait(k_ready.at[0]))
-    pl.when(warpgroup == 1)(lambda: _wait_turn(turns))
-    step = partial(_attend_tile, qo, scoped, work.steps)
+    out = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
+    carry = (out, softmax.start())
+    pl.when(work.steps > 0)(lambda: plgpu.barrier_wait(scoped.k_ready.at[0]))
+    if softmax.turns:
+        pl.when(warpgroup == 1)(lambda: _wait_turn(scoped.turns))
+    step = partial(_attend_tile, softmax, q_smem, scoped, work.steps)
     carry = lax.fori_loop(0, work.masked_steps, partial(step, mask=partial(_mask, work, warpgroup)), carry)
-    plain_end = work.steps - work.biased_steps if biases else work.steps
+    plain_end = work.steps if refs.far is None else work.steps - work.biased_steps
     carry = lax.fori_loop(work.masked_steps, plain_end, step, carry)
-    if biases:
+    if refs.far is not None:
         carry = lax.fori_loop(plain_end, work.steps, partial(step, biased=True), carry)
-    out, _, weight = carry
-    pl.when(warpgroup == 0)(lambda: _wait_turn(turns))
+    if softmax.turns:
+        pl.when(warpgroup == 0)(lambda: _wait_turn(scoped.turns))
 
+    out, state = carry
+    out = softmax.finish(out, state)
     rows = plgpu.broadcasted_iota(jnp.int32, out.shape, 0, layout=plgpu.Layout.WGMMA)
-    out = jnp.where(rows + first_row < work.length, out / lax.broadcast_in_dim(weight, out.shape, [0]), 0.0)
-    qo[...] = out.astype(q_ref.dtype)
+    out_smem[...] = jnp.where(rows + first_row < work.length, out, 0.0).astype(out_ref.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(qo, out_ref.at[place])
+    plgpu.copy_smem_to_gmem(out_smem, out_ref.at[place])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -283,62 +362,115 @@ def _wait_turn(turns: Any) -> None:
 
 
 def _attend_tile(
+    softmax: Softmax,
     q_smem: Any,
-    scoped: Any,
+    scoped: _Scoped,
     steps: Any,
     step: Any,
-    carry: tuple[Any, Any, Any],
+    carry: tuple[Any, Any],
     *,
     mask: Callable[[Any, Any], Any] | None = None,
     biased: bool = False,
-) -> tuple[Any, Any, Any]:
-    """Takes one tile of K and V through the online softmax; `carry` is output, peak (in powers of two) and weight."""
-    (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), turns, biases = scoped
-    out, peak, weight = carry
+) -> tuple[Any, Any]:
+    """Takes one tile of K and V through the online softmax; `carry` is the output and the softmax's state."""
+    (out, state), turns = carry, scoped.turns
     slot, next_slot = (lax.rem(n, jnp.int32(_STAGES)) for n in (step, step + 1))
 
     def multiply_qk(accumulator: Any) -> None:
-        plgpu.wgmma(accumulator, q_smem, _transposed(k_smem.at[slot]))
-        _wait_turn(turns)
+        plgpu.wgmma(accumulator, q_smem, transposed(scoped.k.at[slot]))
+        if softmax.turns:
+            _wait_turn(turns)
 
-    scores: Any = plgpu.layout_cast(jnp.zeros((_ROWS, _TILE), jnp.float32), plgpu.Layout.WGMMA)
+    bias = None
     if biased:
-        bias_smem, bias_ready = biases
-        plgpu.barrier_wait(bias_ready.at[slot])
-        bias = plgpu.layout_cast(bias_smem[slot], plgpu.Layout.WGMMA.reduce(0))
-        scores = lax.broadcast_in_dim(bias, scores.shape, [1])
-    scores = pl.run_state(multiply_qk)(plgpu.ACC.init(scores))
-    plgpu.barrier_arrive(k_read.at[slot])
+        plgpu.barrier_wait(scoped.bias_ready.at[slot])
+        bias = plgpu.layout_cast(scoped.bias[slot], plgpu.Layout.WGMMA.reduce(0))
+        bias = lax.broadcast_in_dim(bias, (ROWS, TILE), [1])
+    products = plgpu.layout_cast(softmax.first_products(bias), plgpu.Layout.WGMMA)
+    scores = softmax.scores(pl.run_state(multiply_qk)(plgpu.ACC.init(products)), bias)
+    plgpu.barrier_arrive(scoped.k_read.at[slot])
     if mask is not None:
         scores = mask(step, scores)
-    scale = LOG2E * q_smem.shape[-1] ** -0.5  # powers of two, so that scaling is part of a multiply-add
-    new_peak = jnp.maximum(peak, scores.max(axis=1) * scale)
-    decay = jnp.exp2(peak - new_peak)
-    probabilities = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
-    out *= lax.broadcast_in_dim(decay, out.shape, [0])
-    weight = weight * decay + probabilities.sum(axis=1)
-    operand = probabilities.astype(q_smem.dtype)
     # Nothing of the softmax may sink below the barriers: the other warpgroup has the tensor cores meanwhile.
-    out, weight, new_peak, operand = lax.optimization_barrier((out, weight, new_peak, operand))
-    plgpu.barrier_arrive(turns)
-    plgpu.barrier_wait(v_ready.at[slot])
-    plgpu.barrier_wait(turns)
+    out, state, operand = lax.optimization_barrier(softmax.update(scores, out, state))
+    if softmax.turns:
+        plgpu.barrier_arrive(turns)
+    plgpu.barrier_wait(scoped.v_ready.at[slot])
+    if softmax.turns:
+        plgpu.barrier_wait(turns)
 
-    def multiply_pv(accumulator: Any) -> None:
-        plgpu.wgmma(accumulator, operand, v_smem.at[slot])
-        pl.when(step + 1 < steps)(lambda: plgpu.barrier_wait(k_ready.at[next_slot]))
+    def prefetch() -> None:
+        pl.when(step + 1 < steps)(lambda: plgpu.barrier_wait(scoped.k_ready.at[next_slot]))
 
-    out = pl.run_state(multiply_pv)(plgpu.ACC.init(out))
-    plgpu.barrier_arrive(v_read.at[slot])
-    return out, new_peak, weight
+    out, state = softmax.multiply_pv(operand, scoped.v.at[slot], out, state, prefetch)
+    plgpu.barrier_arrive(scoped.v_read.at[slot])
+    return out, state
+
+
+class Softmax:
+    """Online softmax of a warpgroup's rows in float32. The state is peak (in powers of two) and weight of each row.
+
+    The two warpgroups take turns (FlashAttention-3, arXiv 2407.08608): while one computes its softmax, the other has
+    the tensor cores.
+    """
+
+    turns: ClassVar[bool] = True
+
+    def __init__(self, refs: Operands, scoped: _Scoped, work: _Work, first_row: Any) -> None:
+        self.dtype = refs.q.dtype
+        self.scale = LOG2E * refs.q.shape[3] ** -0.5  # powers of two, so that scaling is part of a multiply-add
+
+    def start(self) -> Any:
+        """The state before any tile."""
+        return of_rows(-jnp.inf), of_rows(0)
+
+    def first_products(self, bias: Any) -> Any:
+        """What the products of queries and keys are added to."""
+        return jnp.zeros((ROWS, TILE), jnp.float32) if bias is None else bias
+
+    def scores(self, products: Any, bias: Any) -> Any:
+        """The tile's logits in the softmax's unit."""
+        return products
+
+    def update(self, scores: Any, out: Any, state: Any) -> tuple[Any, Any, Any]:
+        """Output and state in units of the new peak, and probabilities as the operand of a product."""
+        peak, weight = state
+        new_peak = jnp.maximum(peak, scores.max(axis=1) * self.scale)
+        decay = jnp.exp2(peak - new_peak)
+        probabilities = jnp.exp2(scores * self.scale - across(new_peak, scores))
+        weight = weight * decay + probabilities.sum(axis=1)
+        return out * across(decay, out), (new_peak, weight), probabilities.astype(self.dtype)
+
+    def multiply_pv(self, operand: Any, v_smem: Any, out: Any, state: Any, meanwhile: Callable[[], None]) -> Any:
+        """Adds the product of probabilities and values to the output; `meanwhile` runs beside it."""
+
+        def multiply(accumulator: Any) -> None:
+            plgpu.wgmma(accumulator, operand, v_smem)
+            meanwhile()
+
+        return pl.run_state(multiply)(plgpu.ACC.init(out)), state
+
+    def finish(self, out: Any, state: Any) -> Any:
+        """The attention."""
+        return out / across(state[1], out)
+
+
+def of_rows(value: float) -> Any:
+    """A value for each row of a warpgroup."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def across(of_rows: Any, like: Any) -> Any:
+    """A value for each row, in all columns."""
+    return lax.broadcast_in_dim(of_rows, like.shape, [0])
 
 
 def _aligned(first: Any) -> Any:
     """A tile's slice: it starts on a multiple of its size, which the compiler cannot know."""
-    return pl.ds(pl.multiple_of(first, _TILE), _TILE)
+    return pl.ds(pl.multiple_of(first, TILE), TILE)
 
 
-def _transposed(ref: Any) -> Any:
+def transposed(ref: Any) -> Any:
     """A tile as the transposed operand of a product."""
     # JAX 0.10 has only the function, 0.11 deprecates it for the method.
     return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))

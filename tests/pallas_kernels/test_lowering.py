@@ -36,6 +36,8 @@ CASES = [
     ("prefill_attention", "mosaic", 1, {"L": 1000, "Hq": 14, "d": 64, "block_size": 256, "window": 256, "far": True}),
     ("prefill_attention", "mosaic", 1, {"B": 2, "L": 1000, "Hq": 28, "Hkv": 4, "d": 64, "block_size": 256}),
     ("prefill_attention", "mosaic", 1, {"B": 2, "L": 1000, "Hq": 7, "Hkv": 1, "d": 64, "window": 1024}),
+    ("prefill_attention", "mosaic_fp8", 1, {**LLAMA, "window": 256, "far": True}),
+    ("prefill_attention", "mosaic_fp8", 1, {"B": 2, "L": 1000, "Hq": 7, "Hkv": 1, "d": 64, "dtype": jnp.float16}),
     ("paged_attention", "triton", 2, PAGED),
     ("paged_attention", "triton", 2, {**PAGED, "m": 128}),
     ("paged_attention", "triton", 2, {**PAGED, "P": 8200, "T": 1025, "kept_columns": 0}),  # full attention

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -10,7 +11,7 @@ from cases import poison
 from implementations import check_output, gpu, implementation, on_every_backend, unused
 
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.prefill_attention import FarBlocks
+from tca_jax.pallas_kernels.prefill_attention import FarBlocks, mosaic, mosaic_fp8
 from tca_jax.pallas_kernels.tiles import Tiles
 from tca_jax.pallas_kernels.triton_call import AttentionTiles
 
@@ -161,3 +162,62 @@ def test_far_blocks_equal_the_oracle(sizes, backend):
     except NotImplementedError as error:
         pytest.skip(str(error))
     check_output(out, _expected(*operands, far, **options), lengths)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("spread", [1, 4])
+@pytest.mark.parametrize(
+    "sizes", [LARGE[0], LARGE[2], (28, 4, 128, 128, 4096), (14, 2, 64, 128, 256), (7, 1, 64, 128, 0)]
+)
+def test_eight_bits_are_near_the_oracle(sizes, spread, dtype):
+    """Between values that are independent: a mean over few of them has the whole error of each."""
+    (*shape, block, window), lengths = sizes, (1501, 801)
+    q, *operands = _operands("mosaic_fp8", lengths, 1501, *shape, block, window, dtype)
+    operands, options = (spread * q, *operands), {"block_size": block, "window": window}
+    for far in (None, _far(operands, **options, shift=0)):
+        out = np.asarray(mosaic_fp8.prefill_attention(*operands, far=far, **options), np.float64)
+        expected = _expected(*operands, far, **options)
+        assert np.linalg.norm(out - expected) < 0.06 * np.linalg.norm(expected)
+        assert not any(np.any(out[row, length:]) for row, length in enumerate(lengths))
+
+
+def test_rounded_operands_give_nearly_the_same_products():
+    """Keys with a large mean and large channels; those of the pool lie among those of the prompt."""
+    lengths, (block, window) = (384, 300), (128, 128)
+    q, k, v, pool, *table = _operands("mosaic", lengths, 384, 4, 2, 64, block, window, jnp.bfloat16)
+    channels = 1 + 20 * (jnp.arange(64) % 16 == 3).astype(k.dtype)
+    k, pool = (k + 8) * channels, pool._replace(k=(pool.k / 2 + 8) * channels)
+    operands = mosaic.kernel_operands(
+        q, k, v, pool, *table, _far((q, k, v), block, window, 0), unit=1, block_size=block, window=window
+    )
+    rounded = mosaic_fp8.round_operands(operands)
+
+    def products(q, k, scale):
+        return np.einsum("qd,kd->qk", np.float64(q), np.float64(k)) * np.float64(scale)[:, None]
+
+    for row, head in np.ndindex(2, 4):
+        there, kv, offset = slice(lengths[row]), head // 2, int(pool.offsets[row, head // 2])
+        ours, unit = rounded.rounding.rows[row, head, there], np.full(lengths[row], np.log2(np.e))
+        inside = slice(offset, offset + int(pool.lengths[row, kv]))
+        expected = products(q[row, there, head], k[row, there, kv], unit)
+        allowed = 0.02 * expected.std(axis=1).mean()
+        of_pool = products(q[row, there, head], pool.k[inside], unit)
+        for exact, codes in ((expected, rounded.k[row, there, kv]), (of_pool, rounded.pool_k[inside])):
+            difference = products(rounded.q[row, there, head], codes, ours) - exact
+            assert (difference - difference.mean(axis=1, keepdims=True)).std() < allowed  # without the mean key's part
+        order = np.arange(384).reshape(-1, 2, 4, 2).swapaxes(1, 2).ravel()
+        values = np.float64(rounded.v[row, kv].T) * float(rounded.rounding.values[row, kv])
+        actual = np.float64(v[row, :, kv])[order]
+        keep = order < lengths[row]
+        np.testing.assert_allclose(values[keep], actual[keep], rtol=0.07, atol=0.01)
+
+
+def test_codes_are_a_logarithm():
+    """Read as e4m3, code c is within 9% of 2 ** (c / 8 - 7), 4% above it on average, and the top code 3%."""
+    codes = np.arange(8, 127)
+    values = np.float64(jax.lax.bitcast_convert_type(jnp.asarray(codes, jnp.uint8), jnp.float8_e4m3fn))
+    excess = values / 2 ** (codes / 8 - 7)
+    assert excess.min() >= 1
+    assert excess.max() < 1.09
+    np.testing.assert_allclose([excess.mean(), excess[codes == mosaic_fp8._TOP][0]], [1.04, 1.03], atol=0.01)
