@@ -25,6 +25,7 @@ from tca_jax.models.names import MODEL
 from tca_jax.models.params import gguf_path, load_checkpoint, read_quantization
 from tca_jax.models.projections import WEIGHTS
 from tca_jax.models.sharding import axis_size, check_mesh
+from tca_jax.pallas_kernels.backends import can_run
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no PyTorch
 
@@ -83,11 +84,12 @@ class Checkpoint:
         dtype: Any = None,
         weights: str | None = None,
         kv: str | None = None,
+        attention: str | None = None,
         mesh: Mesh | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> LM:
         """Reads the weights; other arguments, result and errors are those of `tca_jax.load`."""
-        dtype = check_options(dtype, weights, kv)
+        dtype = check_options(dtype, weights, kv, attention)
         if weights is None and read_quantization(self.folder) is not None:
             _require_e4m3(f"{self.name} has weights in fp8, which")
         if mesh is not None:
@@ -100,7 +102,8 @@ class Checkpoint:
         loaded = load_checkpoint(self.folder, self.config, dtype, progress, mesh, orders, weights)
         about: dict[str, Any] = {"name": self.name, "checkpoint_fingerprint": loaded.fingerprint}
         about |= {name: getattr(self, name) for name in ("tokenizer", "eos_token_ids", "pad_token_id")}
-        return LM.from_decoder(loaded.decoder, mesh=mesh, head_orders=orders, kv=kv, **about).with_profile(profile)
+        about |= {"head_orders": orders, "kv": kv, "attention": attention}
+        return LM.from_decoder(loaded.decoder, mesh=mesh, **about).with_profile(profile)
 
 
 def load(
@@ -111,6 +114,7 @@ def load(
     dtype: Any = None,
     weights: str | None = None,
     kv: str | None = None,
+    attention: str | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -129,6 +133,8 @@ def load(
             quantized while they are read; None keeps the checkpoint's format. Products of many tokens are then of e4m3
             numbers, which needs compute capability 8.9 on a GPU.
         kv: What the KV cache holds: "fp8" (e4m3) with a scale for each token, or None for `dtype`.
+        attention: What prompts attend in where a method reads them sparsely: "fp8" (queries and keys in int8,
+            probabilities and values in e4m3) on Hopper GPUs, for heads of 64 or 128, or None for `dtype`.
         mesh: Devices that share the model, as `jax.make_mesh((1, 4), ("data", "model"))` gives them: its weights over
             "model", the rows of a batch over "data", in any order of the axes; None for the default device. No host
             and no device ever holds more than its own part and one tensor.
@@ -144,10 +150,11 @@ def load(
             the model (with the numbers that can), a GPU that has no e4m3.
         FileNotFoundError: a file of the checkpoint is missing (with its name).
     """
-    check_options(dtype, weights, kv, profile, kept)  # before anything is downloaded
+    check_options(dtype, weights, kv, attention, profile, kept)  # before anything is downloaded
     checkpoint = open_checkpoint(name_or_path, revision)
     found = checkpoint.read_profile(profile, kept)  # before gigabytes are read
-    return checkpoint.load(found, dtype=dtype, weights=weights, kv=kv, mesh=mesh, progress=progress)
+    stored: dict[str, Any] = {"dtype": dtype, "weights": weights, "kv": kv, "attention": attention}
+    return checkpoint.load(found, **stored, mesh=mesh, progress=progress)
 
 
 def open_checkpoint(name_or_path: Any, revision: str | None = None) -> Checkpoint:
@@ -174,13 +181,20 @@ def _open_gguf(file: Path) -> Checkpoint:
 
 
 def check_options(
-    dtype: Any = None, weights: str | None = None, kv: str | None = None, profile: Any = None, kept: float | None = None
+    dtype: Any = None,
+    weights: str | None = None,
+    kv: str | None = None,
+    attention: str | None = None,
+    profile: Any = None,
+    kept: float | None = None,
 ) -> Any:
     """The dtype of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU."""
-    for argument, value, known in (("weights", weights, WEIGHTS), ("kv", kv, KV)):
+    for argument, value, known in (("weights", weights, WEIGHTS), ("kv", kv, KV), ("attention", attention, KV)):
         require(value in (None, *known), f"{argument} = {value!r}: must be one of {list(known)}, or None")
         if value == "fp8":
             _require_e4m3(f"{argument} = {value!r}")
+    lack = "needs an NVIDIA GPU of compute capability 9.x (Hopper); leave it out"
+    require(attention is None or can_run("mosaic_fp8"), f"attention = {attention!r} {lack}")
     in_range = kept is None or (is_finite_number(kept) and 0 < kept <= 1)
     require(in_range, f"kept = {kept!r}: must be in (0, 1]")
     require(kept is None or profile is not None, f"kept = {kept}: goes with a profile of predicted worth; pass profile")

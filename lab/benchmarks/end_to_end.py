@@ -36,7 +36,7 @@ NOTE = (
 )
 QUESTION_TOKENS = 64  # of a question about a document
 #: Parts of a model that are stored in fp8.
-Stored = enum.StrEnum("Stored", ["NOTHING", "WEIGHTS", "KV", "BOTH"])
+Stored = enum.StrEnum("Stored", ["NOTHING", "WEIGHTS", "KV", "BOTH", "ATTENTION", "ALL"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,9 @@ def main(
         list[str] | None,
         typer.Option("--mesh", help="Devices on data x model, such as 1x4.", callback=launched_in_order),
     ] = None,
-    fp8: Annotated[list[Stored] | None, typer.Option(help="What is stored in fp8; may be repeated.")] = None,
+    fp8: Annotated[
+        list[Stored] | None, typer.Option(help="What is in fp8, both: weights and kv; may be repeated.")
+    ] = None,
     backend: BackendOption = "auto",
     window: common.WindowOption = tca_jax.TCAConfig.window,
     repeats: common.RepeatsOption = 3,
@@ -173,7 +175,8 @@ def main(
     results = common.Results(out, name, "Whole models, from prompt to answer", note)
     for model, devices, stored in itertools.product(models, meshes, fp8 or [Stored.NOTHING]):
         options: dict[str, Any] = {"mesh": devices}
-        options |= {part: "fp8" if stored in (part, "both") else None for part in ("weights", "kv")}
+        parts = {"both": ("weights", "kv"), "all": ("weights", "kv", "attention")}.get(stored, (stored,))
+        options |= {part: "fp8" for part in parts if part != Stored.NOTHING}
         options["sizes"] = {"max_positions": max(lengths) + new_tokens + QUESTION_TOKENS}
         opened = functools.partial(shapes.open_model, model, profile, **options)
         if (lm := common.fitted(opened, f"the weights of {model}, {stored} in fp8")) is None:

@@ -198,7 +198,8 @@ def open_model(name: str, profile: str | None = None, **options: Any) -> LM:
     if name in CONFIGS:
         find_configs([name], complete=True)
         return random_model(name, **options)
-    return tca_jax.load(name, profile=profile, **{key: options.get(key) for key in ("mesh", "dtype", "weights", "kv")})
+    known = "mesh", "dtype", "weights", "kv", "attention"
+    return tca_jax.load(name, profile=profile, **{key: options.get(key) for key in known})
 
 
 def random_model(
@@ -209,6 +210,7 @@ def random_model(
     dtype: str | None = None,
     weights: str | None = None,
     kv: str | None = None,
+    attention: str | None = None,
 ) -> LM:
     """A model with normal(0.02) weights, no tokenizer and no stop token."""
     config = dataclasses.replace(CONFIGS[name], **sizes)
@@ -224,7 +226,7 @@ def random_model(
         for parameter, one_key in zip(found, jax.random.split(jax.random.key(0), len(found)), strict=True)
     }
     decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(drawn))
-    lm = LM.from_decoder(decoder, mesh=mesh, name=name, kv=kv)
+    lm = LM.from_decoder(decoder, mesh=mesh, name=name, kv=kv, attention=attention)
     return dataclasses.replace(lm, checkpoint_fingerprint=_RANDOM)
 
 
@@ -237,7 +239,8 @@ def weight_bytes(lm: LM) -> int:
 def stored_entry(lm: LM) -> dict[str, str]:
     """Entries of a measurement's record for weights and caches in eight bits."""
     weights = {"weights": lm.weights_dtype.name} if is_quantized(lm.weights_dtype) else {}
-    return weights | ({} if lm.kv is None else {"kv": lm.cache_dtype.name})
+    attention = {"attention": lm.attention} if lm.attention else {}
+    return weights | attention | ({} if lm.kv is None else {"kv": lm.cache_dtype.name})
 
 
 def mesh_entry(lm: LM) -> dict[str, str]:

@@ -53,6 +53,7 @@ class HarnessLM(TemplateLM):
         dtype: str | None = None,
         weights: str | None = None,
         kv: str | None = None,
+        attention: str | None = None,
         revision: str | None = None,
         batch_size: int | str = 1,
         max_length: int | None = None,
@@ -77,7 +78,8 @@ class HarnessLM(TemplateLM):
             repetition_penalty = read_json_object(path).get("repetition_penalty") if path.exists() else None
         Sampling(repetition_penalty=repetition_penalty)  # checks it
         self._repetition_penalty = repetition_penalty
-        self.lm = load_model(pretrained, profile, method, options, revision, dtype=dtype, weights=weights, kv=kv)
+        stored = {"dtype": dtype, "weights": weights, "kv": kv, "attention": attention}
+        self.lm = load_model(pretrained, profile, method, options, revision, **stored)
         self.tokenizer, positions = self.lm.tokenizer, self.lm.config.max_context
         require(self.tokenizer, f"pretrained: {self.lm.name} has no tokenizer, and lm_eval asks in text")
         self.max_length = positions if max_length is None else _count("max_length", max_length, 2)
@@ -232,12 +234,12 @@ class HarnessLM(TemplateLM):
 def load_model(
     pretrained: Any, profile: Any, method: str | None, options: dict[str, Any], revision: str | None, **stored: Any
 ) -> LM:
-    """The model of `pretrained`, `profile` and `method`; `stored` are dtype, weights and kv of `tca_jax.load`."""
+    """The model of `pretrained`, `profile` and `method`; `stored` are dtype, weights, kv and attention of `tca_jax.load`."""
     known = method is not None or not options
     require(known, f"model arguments {sorted(options)}: unknown, and options of a method need method=")
     if isinstance(pretrained, LM):
         plain = all(value is None for value in (profile, revision, *stored.values()))
-        fixed = "profile, dtype, weights, kv and revision are those it was loaded with"
+        fixed = "profile, dtype, weights, kv, attention and revision are those it was loaded with"
         require(plain, f"pretrained is a loaded model: {fixed}")
         return pretrained if method is None else pretrained.with_method(method, **options)
     checkpoint = open_checkpoint(pretrained, revision)

@@ -17,7 +17,14 @@ from tca_jax.models.json_object import read_json_object
 #: Stages of a call.
 SELECTION, ATTENTION, REST = "selection", "attention", "matrix products and the rest"
 READING = "reading the prompt"
-_STORED = {"nothing": "", "weights": ", weights in fp8", "kv": ", cache in fp8", "both": ", weights and cache in fp8"}
+_STORED = {
+    "nothing": "",
+    "weights": ", weights in fp8",
+    "kv": ", cache in fp8",
+    "both": ", weights and cache in fp8",
+    "attention": ", attention in fp8",
+    "all": ", all in fp8",
+}
 _SAME_SHARE = 0.01  # kept shares of two benchmarks that differ by less are one setting
 
 Row = Mapping[str, Any]

@@ -46,7 +46,7 @@ class Far(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the kernel reads; arrays, or refs within it. In eight bits values have their tokens last."""
+    """Inputs of the kernel; arrays, or refs within it. In eight bits values have their tokens last."""
 
     q: Any  # [B, L, Hq, d]
     k: Any  # [B, L, Hkv, d]
@@ -425,7 +425,7 @@ class Softmax:
         return of_rows(-jnp.inf), of_rows(0)
 
     def first_products(self, bias: Any) -> Any:
-        """What the products of queries and keys are added to."""
+        """The accumulator that products of queries and keys are added to."""
         return jnp.zeros((ROWS, TILE), jnp.float32) if bias is None else bias
 
     def scores(self, products: Any, bias: Any) -> Any:

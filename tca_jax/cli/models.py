@@ -41,7 +41,7 @@ def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple
     from tca_jax.models.sharding import DATA, axis_size
     from tca_jax.pallas_kernels.backends import check_backend
 
-    stored: dict[str, Any] = {name: getattr(options, name) for name in ("dtype", "weights", "kv")}
+    stored: dict[str, Any] = {name: getattr(options, name) for name in ("dtype", "weights", "kv", "attention")}
     with naming_options(*stored, "backend", "kept"):
         check_options(**stored, profile=options.profile, kept=options.kept)
         check_backend(options.backend)

@@ -34,6 +34,9 @@ ModelArgument = Annotated[str, Argument(help="Alias, Hub id, folder or GGUF file
 ProfileOption = Annotated[
     str | None, Option(help='Profile folder, or "shipped" for a shipped model.', show_default="full attention")
 ]
+AttentionOption = Annotated[
+    str | None, Option(help="Sparse attention of prompts in eight bits: fp8 (Hopper GPUs).", show_default="in dtype")
+]
 DtypeOption = Annotated[
     str | None, Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16")
 ]
@@ -85,6 +88,7 @@ class ModelOptions:
     dtype: DtypeOption = None
     weights: WeightsOption = None
     kv: KVOption = None
+    attention: AttentionOption = None
     mesh: MeshOption = None
     backend: BackendOption = "auto"
 

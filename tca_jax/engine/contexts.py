@@ -44,7 +44,7 @@ from tca_jax.methods.registry import describe_method
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import CODES, EightBits, num_bytes
 from tca_jax.pallas_kernels.numerics import round_up
 from tca_jax.persistence import load, save
@@ -307,7 +307,7 @@ def prefill(
         TypeError: an argument is of a wrong type.
     """
     require_lm(lm)
-    kernels, calls, checked = resolve_backend(backend), Calls(), Prompts.of(lm, prompts, context)
+    kernels, calls, checked = lm.kernels(backend), Calls(), Prompts.of(lm, prompts, context)
     checked.require_positions(0)
     require_memory(checked.kv_cache_bytes, f"contexts of {len(checked.ids)} prompts")
     begun = time.perf_counter()

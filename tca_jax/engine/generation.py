@@ -22,7 +22,7 @@ from tca_jax.engine.prompts import Prompt, bucket_length, decode_continuation, i
 from tca_jax.engine.read import Calls
 from tca_jax.engine.sampling import pairs
 from tca_jax.methods.base import UNBOUNDED
-from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import Program
 
 #: Keys of answers by seed and rows, on the device: to make them takes as long as to call a program.
@@ -210,7 +210,7 @@ class Answers:
     def create(cls, lm: Any, prompts: Any, context: Any, config: GenerationConfig, backend: str) -> Answers:
         """Checks all that can be checked before a program is compiled, types included; see `generate`."""
         require_lm(lm)
-        kernels, config = resolve_backend(backend), config.for_model(lm)
+        kernels, config = lm.kernels(backend), config.for_model(lm)
         # A bucket of new tokens, so that another `max_new_tokens` seldom compiles anything.
         sizes: dict[str, Any] = {"times": config.num_samples, "fed_tokens": bucket_length(config.max_new_tokens) - 1}
         checked = dataclasses.replace(Prompts.of(lm, prompts, context), **sizes)

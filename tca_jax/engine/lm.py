@@ -27,9 +27,10 @@ from tca_jax.models.decoder import Decoder, DecoderLayer
 from tca_jax.models.names import MODEL
 from tca_jax.models.rope import fixed_frequencies
 from tca_jax.models.sharding import axis_size, check_mesh, device_graphdef, parameter_specs, shard_decoder, whole_mesh
+from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.kv import CODES, num_bytes
 
-#: What keys and values may be stored in beside the model's own dtype, by the name that users give.
+#: What keys and values may be stored in, and prompts attend in, beside the model's own dtype, by the users' name.
 KV = MappingProxyType({"fp8": CODES})
 
 
@@ -63,6 +64,7 @@ class LM:
         head_orders: On a mesh, the KV heads of each layer as they lie on its devices, `[layers][H_kv]`. Weights and
             caches are in this order; what users see is in the model's own.
         kv: What keys and values are stored in: "fp8", or None for `dtype`.
+        attention: What prompts attend in where a method reads them sparsely: "fp8", or None for `dtype`.
         layer_graphdef: Static part of a decoder layer, the same for all; on a mesh, of a device.
         settings: Arrays of the method, whose first axis is the layers; None for methods without.
     """
@@ -79,14 +81,15 @@ class LM:
     mesh: Mesh | None = dataclasses.field(default=None, metadata=STATIC)
     head_orders: Orders | None = dataclasses.field(default=None, metadata=STATIC)
     kv: str | None = dataclasses.field(default=None, metadata=STATIC)
+    attention: str | None = dataclasses.field(default=None, metadata=STATIC)
     layer_graphdef: Any = dataclasses.field(default=None, metadata=STATIC)
     settings: Any = None
 
     def __repr__(self) -> str:
         mesh = "" if self.mesh is None else f", mesh {mesh_name(self.mesh)}"
-        kv = "" if self.kv is None else f", kv {self.kv}"
+        stored = "".join(f", {name} {value}" for name in ("kv", "attention") if (value := getattr(self, name)))
         layers = f"{self.config.num_layers} layers, {self.method.name}"
-        return f"LM({self.name!r}, {self.config.family}, {layers}{mesh}{kv})"
+        return f"LM({self.name!r}, {self.config.family}, {layers}{mesh}{stored})"
 
     @classmethod
     def from_decoder(
@@ -101,11 +104,16 @@ class LM:
             **fields: Further attributes.
 
         Raises:
-            ValueError: the mesh does not fit the model, or `kv` is not allowed.
+            ValueError: the mesh does not fit the model, or `kv` or `attention` is not allowed.
         """
         config = decoder.config
-        kv = fields.get("kv")
-        require(kv in (None, *KV), f"kv = {kv!r}: must be one of {list(KV)}, or None")
+        for name in ("kv", "attention"):
+            value = fields.get(name)
+            require(value in (None, *KV), f"{name} = {value!r}: must be one of {list(KV)}, or None")
+        fits = config.head_dim in (64, 128) and decoder.dtype.itemsize == 2
+        given = f"{config.head_dim} and {decoder.dtype}"
+        needs = f"takes heads of 64 or 128 in bfloat16 or float16, this model has {given}; leave it out"
+        require(fits or fields.get("attention") is None, f"attention = {fields.get('attention')!r}: {needs}")
         if mesh is not None:
             check_mesh(mesh, config, fields.get("name", "the model"))
             mesh = whole_mesh(mesh)
@@ -199,6 +207,10 @@ class LM:
     def cache_dtype(self) -> jnp.dtype:
         """Dtype of its cache."""
         return self.dtype if self.kv is None else KV[self.kv]
+
+    def kernels(self, backend: str) -> Backend:
+        """The backend of the model's programs, by the name that a call gives."""
+        return resolve_backend("mosaic_fp8" if self.attention and backend == "auto" else backend)
 
     @property
     def page_bytes(self) -> int:

@@ -22,7 +22,7 @@ from tca_jax.engine.read import OUT, Calls, Layers, require_finite
 from tca_jax.engine.sampling import pairs
 from tca_jax.errors import UserTypeError, check_integer, require, require_type
 from tca_jax.models.decoder import Decoder
-from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import Program
 
 _LOGIT_ELEMENTS = 2**27  # of a chunk: half a gigabyte in float32
@@ -69,7 +69,7 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
         TypeError: `texts` holds what is no text.
     """
     require_lm(lm)
-    kernels = resolve_backend(backend)
+    kernels = lm.kernels(backend)
     check_integer("top_logprobs", top_logprobs, at_least=0, at_most=lm.config.vocab_size)
     ids = encode_prompts(lm, texts, argument="texts")
     most = lm.config.max_context + 1
@@ -176,7 +176,7 @@ def score_answers(
     require_type("answers", answers, Collection, "a list with a list of answers for each prompt")
     for name, x in {"prompts": prompts, **{f"answers[{i}]": own for i, own in enumerate(answers)}}.items():
         require(not is_single(x, name), f"{name} is a single one: must be a list of texts, chats or ids", UserTypeError)
-    kernels = resolve_backend(backend)
+    kernels = lm.kernels(backend)
     counts = [len(of_prompt) for of_prompt in answers]
     same = len(prompts) == len(counts) and len(set(counts)) == 1 and all(counts)
     allowed = f"must have as many for each of the {len(prompts)} prompts, at least 1"

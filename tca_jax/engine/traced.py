@@ -21,7 +21,7 @@ from tca_jax.engine.read import Calls, read
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserTypeError, check_integer, explaining, require, require_type
 from tca_jax.methods.base import UNBOUNDED
-from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
 
 
@@ -57,7 +57,7 @@ def generate_tokens(
     """
     require_lm(lm)
     require_type("sampling", sampling, Sampling, "a Sampling")
-    kernels = resolve_backend(backend)
+    kernels = lm.kernels(backend)
     tokens, lengths = as_int32("tokens", tokens), as_int32("lengths", lengths)
     sizes = check_shapes({"tokens": (tokens, "B L"), "lengths": (lengths, "B")})
     require(tokens.size, f"tokens has shape {tokens.shape}: no prompt or an empty prompt; at least one token is needed")

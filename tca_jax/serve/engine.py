@@ -21,7 +21,6 @@ from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.prompts import Prompt, bucket_length, encode_prompt, require_positions
 from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, check_integer, require
 from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.serve.batch import Request
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import Document, Documents
@@ -91,7 +90,7 @@ class Engine(AbstractContextManager["Engine"]):
         backend: str = "auto",
     ) -> None:
         require_lm(lm)
-        kernels = resolve_backend(backend)
+        kernels = lm.kernels(backend)
         check_integer("max_rows", max_rows, at_least=1)
         check_integer("answer_tokens", answer_tokens, at_least=1)
         for name, value, least in (("pages", pages, 1), ("host_memory", host_memory, 0), ("disk_bytes", disk_bytes, 1)):
