@@ -234,7 +234,7 @@ class HarnessLM(TemplateLM):
 def load_model(
     pretrained: Any, profile: Any, method: str | None, options: dict[str, Any], revision: str | None, **stored: Any
 ) -> LM:
-    """The model of `pretrained`, `profile` and `method`; `stored` are dtype, weights, kv and attention of `tca_jax.load`."""
+    """The model of `pretrained`, `profile` and `method`; `stored` are options of `tca_jax.load`."""
     known = method is not None or not options
     require(known, f"model arguments {sorted(options)}: unknown, and options of a method need method=")
     if isinstance(pretrained, LM):

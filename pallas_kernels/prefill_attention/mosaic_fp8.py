@@ -11,13 +11,12 @@ the output is rescaled with every tile. Their sums are a product with ones, so r
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -127,7 +126,8 @@ def round_operands(operands: Operands) -> Operands:
 
 
 def _rotate(x: Float[Array, "*n d"], dtype: Any) -> Float[Array, "*n d"]:
-    matrix = jnp.asarray(scipy.linalg.hadamard(x.shape[-1]) / _ROTATED, x.dtype)
+    hadamard = reduce(np.kron, [np.array([[1, 1], [1, -1]])] * (x.shape[-1].bit_length() - 1))
+    matrix = jnp.asarray(hadamard / _ROTATED, x.dtype)
     return lax.dot_general(x, matrix, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
 
 
@@ -210,7 +210,7 @@ def _last_bytes(codes: Any) -> Any:
         packed = np.empty(pairs.shape[::2], dtype=object)
         for columns, half in np.ndindex(packed.shape):
             four = [vector.extract(pairs[columns, part, half], [], [i]) for part in range(2) for i in range(2)]
-            register = llvm.inline_asm(word, four, asm, "=r,f,f,f,f", asm_dialect=0)
+            register: Any = llvm.inline_asm(word, four, asm, "=r,f,f,f,f", asm_dialect=0)
             packed[columns, half] = mgpu.utils.bitcast(register, vector_type)
         registers = packed.reshape(layout.registers_shape(codes.shape))
         return mgpu.fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
