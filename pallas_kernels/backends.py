@@ -19,7 +19,7 @@ from tca_jax.errors import Unsupported, require
 #: The backends of every operation, best first: the order in which "auto" tries those that the device can run.
 OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "block_scores": ("mosaic", "triton", "xla"),
+        "block_scores": ("triton", "xla"),
         "causal_attention": ("cudnn",),  # otherwise prefill attention
         "paged_attention": ("triton", "xla"),
         "prefill_attention": ("mosaic", "triton", "xla"),

@@ -2,7 +2,7 @@
 
 A program has the sampled queries of some neighbouring tiles of a KV head, all heads of the group, and goes over the
 blocks up to its last tile. It writes one number for each query and block, a `block_size`-th of the logits, and each
-query's log-sum-exp over its blocks; XLA takes the powers.
+query's log-sum-exp over its blocks; XLA takes the powers. Tiles are taken in parts, which bounds memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array
+from jaxtyping import Array, Float32, Int
 
 from tca_jax.errors import Unsupported, require
-from tca_jax.pallas_kernels.block_scores.parts import by_parts
+from tca_jax.pallas_kernels.block_scores import sampled_positions
 from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, shared_memory
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
 _MOST_ROWS = 256  # of a program
+_MOST_BYTES = 2**29  # of what a part of the tiles writes
 _UNSEEN = -(2.0**99)  # logit of a masked token: a power of two, whose product with any scale is exact
 
 
@@ -77,13 +78,27 @@ def block_scores(
     require(rows <= _MOST_ROWS, f"block_scores on Triton: {given}: at most {_MOST_ROWS}", Unsupported)
     config = config or default_config(rows, block_size, head_dim, k.dtype)
     held = max(16, pl.next_power_of_2(config.tiles * rows))
+    # Parts of as many programs as may write at once.
+    programs = cdiv(blocks, config.tiles)
+    parts = cdiv(programs, max(1, _MOST_BYTES // (4 * batch * kv_heads * blocks * held)))
+    part = cdiv(programs, parts)
+    tiles = parts * part * config.tiles
+    positions = jnp.minimum(sampled_positions(lengths, tiles, block_size, stride), length - 1)  # [B, N', S]
+    queries = jnp.take_along_axis(q, positions.reshape(batch, -1, 1, 1), axis=1, mode="promise_in_bounds")
+    # Rows of a tile side by side: [B, Hkv, programs, tiles x S x G, d].
+    queries = queries.reshape(batch, parts * part, config.tiles * (block_size // stride), kv_heads, group, head_dim)
+    queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)
+    before = jnp.arange(tiles)[:, None] * block_size < lengths[:, None, None]  # tiles that begin before the length
+    places = jnp.where(before, positions, -1).reshape(batch, parts * part, -1).repeat(group, axis=-1)
     kernel = partial(_peaks, block_size=block_size, held=held, config=config, interpret=interpret)
 
-    def peaks_of(own: Array, places: Array, first: Array) -> tuple[Array, ...]:
-        part = own.shape[2]
-        return triton_call(
+    def of_part(number: Array) -> Float32[Array, "B Hkv t N"]:
+        first = number * part
+        own = lax.dynamic_slice_in_dim(queries, first, part, axis=2)
+        where = lax.dynamic_slice_in_dim(places, first, part, axis=1)
+        peaks, sums = triton_call(
             kernel,
-            (own, places, k, lengths, first),
+            (own, where, k, lengths, first[None].astype(jnp.int32)),
             [((batch, kv_heads, part, blocks, held), jnp.float32), ((batch, kv_heads, part, held), jnp.float32)],
             grid=(part, kv_heads, batch),
             name="block_scores",
@@ -91,9 +106,25 @@ def block_scores(
             stages=config.stages,
             interpret=interpret,
         )
+        return _shares(peaks, sums, where, config.tiles, block_size)
 
-    sizes: Any = {"block_size": block_size, "stride": stride, "program_tiles": config.tiles, "held": held}
-    return by_parts(peaks_of, q, kv_heads, lengths, **sizes)
+    scores = lax.map(of_part, jnp.arange(parts, dtype=jnp.int32))  # [parts, B, Hkv, t, N]
+    return jnp.moveaxis(scores, 0, 2).reshape(batch, kv_heads, tiles, blocks)[:, :, :blocks]
+
+
+def _shares(
+    peaks: Float32[Array, "B Hkv p N held"],
+    sums: Float32[Array, "B Hkv p held"],
+    places: Int[Array, "B p rows"],  # -1: sees nothing
+    tiles: int,
+    block_size: int,
+) -> Float32[Array, "B Hkv t N"]:
+    """The softmax of each row over its blocks, the largest of the rows of a tile."""
+    batch, kv_heads, part, blocks, _ = peaks.shape
+    seen = (jnp.arange(blocks)[:, None] <= places[:, :, None] // block_size)[:, None]  # [B, 1, p, N, rows]
+    shares = jnp.where(seen, jnp.exp2(peaks - sums[..., None, :])[..., : seen.shape[-1]], 0)
+    largest = shares.reshape(batch, kv_heads, part, blocks, tiles, -1).max(axis=-1)
+    return jnp.moveaxis(largest, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
 
 
 def _peaks(

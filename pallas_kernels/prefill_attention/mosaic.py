@@ -23,10 +23,11 @@ from jaxtyping import Array
 from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.kernel_math import LOG2E, lengths_by_head, prefix_schedule
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.mosaic_tiles import ROWS, TILE, across, aligned, of_rows, swizzled, transposed
 from tca_jax.pallas_kernels.numerics import MASKED, varying_like
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 
+ROWS = 64  # query rows of a warpgroup: one wgmma tile
+TILE = 128  # query rows of a program, and tokens of a K or V tile
 _WARPGROUPS = 2  # that compute; one more moves memory
 _STAGES = 2  # K and V tiles in flight; each takes 512 d bytes of shared memory
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
@@ -202,11 +203,11 @@ def _move(refs: Operands, scoped: _Scoped, work: _Work, block_size: int) -> None
         return ref.at[(*place, slice(None), tokens) if tokens_last else (*place[:1], tokens, *place[1:])]
 
     def fetch_pool(step: Any, tile: Any) -> None:
-        tokens = aligned(work.offset + tile * TILE)  # regions start on multiples of 128
+        tokens = _aligned(work.offset + tile * TILE)  # regions start on multiples of 128
         _fetch(scoped, step, refs.pool_k.at[tokens], values(refs.pool_v, tokens))
 
     def fetch_prompt(step: Any, tile: Any, bias_ref: Any = None) -> None:
-        tokens = aligned(tile * TILE)
+        tokens = _aligned(tile * TILE)
         bias = None if bias_ref is None else bias_ref.at[work.row, work.kv_head, tokens]
         v_tile = values(refs.v, tokens, work.row, work.kv_head)
         _fetch(scoped, step, refs.k.at[work.row, tokens, work.kv_head], v_tile, bias)
@@ -238,7 +239,7 @@ def _move(refs: Operands, scoped: _Scoped, work: _Work, block_size: int) -> None
 
         @pl.loop(0, work.biased_steps - work.listed_tiles)
         def fetch_means(i: Any) -> None:
-            tokens, step = aligned(i * TILE), begin + work.listed_tiles + i
+            tokens, step = _aligned(i * TILE), begin + work.listed_tiles + i
             bias = far.mean_bias.at[work.row, work.kv_head, work.block, tokens]
             v_tile = values(far.mean_v, tokens, work.row, work.kv_head)
             _fetch(scoped, step, far.mean_k.at[work.row, tokens, work.kv_head], v_tile, bias)
@@ -262,15 +263,22 @@ def call_kernel(operands: Operands, softmax: type[Softmax], dtype: Any, *, block
         pl.when(warpgroup < _WARPGROUPS)(lambda: _attend(softmax, refs, out_ref, scoped, work, warpgroup))
         pl.when(warpgroup == _WARPGROUPS)(lambda: _move(refs, scoped, work, block_size))
 
+    def tile(*shape: int, dtype: Any) -> Any:
+        """Shared memory as TMA fills it and wgmma reads it: swizzled in rows of up to 128 bytes."""
+        itemsize = jnp.dtype(dtype).itemsize
+        width = min(128, shape[-1] * itemsize)
+        swizzle = plgpu.TilingTransform((8, width // itemsize)), plgpu.SwizzleTransform(width)
+        return plgpu.SMEM(shape, dtype, transforms=swizzle)
+
     def entry(*flat: Any) -> None:
         refs, out_ref = jax.tree.unflatten(tree, flat[:-1]), flat[-1]
         head_dim, barriers = refs.q.shape[3], partial(plgpu.Barrier, num_barriers=_STAGES)
         v_tile = (TILE, head_dim) if refs.rounding is None else (head_dim, TILE)
         scoped = {
-            "q": swizzled(_WARPGROUPS, ROWS, head_dim, dtype=refs.q.dtype),
-            "out": swizzled(_WARPGROUPS, ROWS, head_dim, dtype=dtype),
-            "k": swizzled(_STAGES, TILE, head_dim, dtype=refs.k.dtype),
-            "v": swizzled(_STAGES, *v_tile, dtype=refs.v.dtype),
+            "q": tile(_WARPGROUPS, ROWS, head_dim, dtype=refs.q.dtype),
+            "out": tile(_WARPGROUPS, ROWS, head_dim, dtype=dtype),
+            "k": tile(_STAGES, TILE, head_dim, dtype=refs.k.dtype),
+            "v": tile(_STAGES, *v_tile, dtype=refs.v.dtype),
             "q_ready": plgpu.Barrier(num_barriers=_WARPGROUPS),
             "k_ready": barriers(),
             "v_ready": barriers(),
@@ -282,7 +290,7 @@ def call_kernel(operands: Operands, softmax: type[Softmax], dtype: Any, *, block
             scoped |= {"bias": plgpu.SMEM((_STAGES, TILE), jnp.float32), "bias_ready": barriers()}
         if refs.rounding is not None:
             ones = refs.rounding.ones
-            scoped |= {"ones": swizzled(*ones.shape, dtype=ones.dtype), "ones_ready": plgpu.Barrier()}
+            scoped |= {"ones": tile(*ones.shape, dtype=ones.dtype), "ones_ready": plgpu.Barrier()}
         pl.run_scoped(lambda **held: program(refs, out_ref, _Scoped(**held)), collective_axes="wg", **scoped)
 
     batch, length, heads, _ = operands.q.shape
@@ -445,3 +453,24 @@ class Softmax:
     def finish(self, out: Any, state: Any) -> Any:
         """The attention."""
         return out / across(state[1], out)
+
+
+def of_rows(value: float) -> Any:
+    """A value for each row of a warpgroup."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def across(of_rows: Any, like: Any) -> Any:
+    """A value for each row, in all columns."""
+    return lax.broadcast_in_dim(of_rows, like.shape, [0])
+
+
+def _aligned(first: Any) -> Any:
+    """A tile's slice: it starts on a multiple of its size, which the compiler cannot know."""
+    return pl.ds(pl.multiple_of(first, TILE), TILE)
+
+
+def transposed(ref: Any) -> Any:
+    """A tile as the transposed operand of a product."""
+    # JAX 0.10 has only the function, 0.11 deprecates it for the method.
+    return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))

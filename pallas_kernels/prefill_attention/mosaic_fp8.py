@@ -1,13 +1,18 @@
 """Prefill attention in eight bits on Pallas Mosaic GPU (Hopper): queries and keys in int8, values in e4m3.
 
+Of keys the mean over the prompt is taken off, which a softmax does not see, and queries and keys are rotated by a
+Hadamard matrix, which products do not see and which spreads large channels over all. Then int8 has a scale for each
+query and one for each head's keys. Its exact products are added to the bits of 1.5 2^23: read as a float32, that plus
+the product.
+
 The codes of e4m3 are a piecewise linear logarithm: 8 (log2 p + 7), rounded, is the code of nearly p. So probabilities
 take a multiply-add and no powers. They are in units of each tile's own largest one, whose codes have 15 octaves below;
-the output is rescaled with every tile. Their sums are a product with ones, so rounding cancels in the mean.
+the output is rescaled with every tile. Their sums are a product with ones, so that they are sums of what is multiplied.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,18 +24,19 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
-from jaxtyping import Array, Float, Float8e4m3fn
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int8
 
-from tca_jax.pallas_kernels.int8 import BASE, BASE_BITS, rotate, round_keys, round_queries, to_int8
 from tca_jax.pallas_kernels.kernel_math import LOG2E
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.mosaic_tiles import ROWS, TILE, across, load_rows, of_rows, transposed
 from tca_jax.pallas_kernels.numerics import varying_like
-from tca_jax.pallas_kernels.prefill_attention import FarBlocks
-from tca_jax.pallas_kernels.prefill_attention.mosaic import Operands, Softmax, call_kernel, kernel_operands
+from tca_jax.pallas_kernels.prefill_attention import FarBlocks, mosaic
+from tca_jax.pallas_kernels.prefill_attention.mosaic import ROWS, TILE, across, of_rows, transposed
 
 _E4M3 = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(_E4M3).max)
+_ENTRY = 1 / 8  # of the Hadamard matrix, up to the sign: exact in bfloat16
+_LEAST_SCALE = 1e-20
+_BASE = 1.5 * 2**23  # products of int8 and 128 entries stay below 2^22
 _CODES = 2.0**23  # the last byte of a float32 at this size is the integer that was added
 _TOP = 121  # code of a tile's largest probability: 3% too large, where the others are 4% too large on average
 _DEEPEST = 60 * 8.0  # a tile whose largest score is further below the row's counts as nothing, and overflows nowhere
@@ -39,7 +45,7 @@ _DEEPEST = 60 * 8.0  # a tile whose largest score is further below the row's cou
 class Rounding(NamedTuple):
     """Scales of operands in eight bits."""
 
-    rows: Any  # [B, Hq, L]: a score of 1 in units of the products of each query
+    rows: Any  # [B, Hq, L]: of products of each query, to eighths of powers of two, the step of e4m3's codes
     values: Any  # [B, Hkv]
     ones: Any  # [8, TILE]
 
@@ -60,48 +66,72 @@ def prefill_attention(
 ) -> Array:
     """See `prefill_attention.prefill_attention`. Values among the padding, and of all means, must be finite."""
     sizes = {"block_size": block_size, "window": window}
-    operands = round_operands(kernel_operands(q, k, v, pool, budgets, lengths, far, unit=8 * LOG2E, **sizes))
-    out = call_kernel(operands, EightBitSoftmax, q.dtype, **sizes)
+    operands = mosaic.kernel_operands(q, k, v, pool, budgets, lengths, far, unit=8 * LOG2E, **sizes)
+    out = mosaic.call_kernel(round_operands(operands), EightBitSoftmax, q.dtype, **sizes)
     return varying_like(out[:, : q.shape[1]], q, k, v, pool, budgets, lengths, far)
 
 
-def round_operands(operands: Operands) -> Operands:
-    """The operands in eight bits; biases of keys are in eighths of powers of two, the step of e4m3's codes."""
-    v, pool_v, far, lengths, offsets = operands.v, operands.pool_v, operands.far, operands.lengths, operands.offsets
-    (batch, length, kv_heads, _), group = v.shape, operands.q.shape[2] // v.shape[2]
+def round_operands(operands: mosaic.Operands) -> mosaic.Operands:
+    """The operands in eight bits."""
+    q, v, pool_v, far, offsets = operands.q, operands.v, operands.pool_v, operands.far, operands.offsets
+    (batch, length, kv_heads, head_dim), group = v.shape, q.shape[2] // v.shape[2]
+    there = (jnp.arange(length)[:, None] < operands.lengths[:, None])[..., None]  # [B, L, Hkv, 1]
     begun = offsets.reshape(-1) <= jnp.arange(len(pool_v))[:, None]
     owner = jnp.where(begun, offsets.reshape(-1), -1).argmax(axis=1)  # of each token of the pool: its region
 
     def of_regions(by_head: Array) -> Array:
         return by_head.reshape(batch * kv_heads, -1)[owner]
 
-    q, by_query = round_queries(operands.q)  # [B, L, Hq]
-    keys = round_keys(operands.k, lengths)
-    rows = 8 * by_query * jnp.repeat(keys.scale[..., 0], group, axis=2)
-    pool_k = to_int8(rotate(operands.pool_k, jnp.float32) - of_regions(keys.mean), of_regions(keys.scale))
-    there = (jnp.arange(length)[:, None] < lengths[:, None])[..., None]
-    largest = jnp.where(there, jnp.abs(v), 0).max(axis=(1, 3), keepdims=True).astype(jnp.float32)
-    v_scale = jnp.maximum(largest / _LARGEST, jnp.finfo(jnp.float32).tiny)  # [B, 1, Hkv, 1]
+    q, k = _rotate(q, q.dtype), _rotate(operands.k, jnp.float32)
+    mean = jnp.where(there, k, 0).sum(axis=1, keepdims=True) / jnp.maximum(operands.lengths, 1)[:, None, :, None]
+    k_scale = _scale(jnp.where(there, k - mean, 0), (1, 3), 127)  # [B, 1, Hkv, 1]
+    q_scale, v_scale = _scale(q, 3, 127), _scale(jnp.where(there, v, 0), (1, 3), _LARGEST)
+    unit = 8 * LOG2E * head_dim**-0.5 / (head_dim * _ENTRY**2)
+    rows = unit * q_scale[..., 0] * jnp.repeat(k_scale[..., 0], group, axis=2)
+    pool_k = _int8(_rotate(operands.pool_k, jnp.float32) - of_regions(mean), of_regions(k_scale))
     if far is not None:
-        mean_k = to_int8(rotate(far.mean_k, jnp.float32) - keys.mean, keys.scale)
+        mean_k = _int8(_rotate(far.mean_k, jnp.float32) - mean, k_scale)
         far = far._replace(mean_k=mean_k, mean_v=_for_products(far.mean_v, v_scale))
-    rounding = Rounding(jnp.swapaxes(rows, 1, 2), v_scale[:, 0, :, 0], jnp.ones((8, TILE), _E4M3))
-    values = {"v": _for_products(v, v_scale), "pool_v": _for_products(pool_v, of_regions(v_scale))}
-    return operands._replace(q=q, k=keys.codes, pool_k=pool_k, **values, far=far, rounding=rounding)
+    return operands._replace(
+        q=_int8(q.astype(jnp.float32), q_scale),
+        k=_int8(k - mean, k_scale),
+        v=_for_products(v, v_scale),
+        pool_k=pool_k,
+        pool_v=_for_products(pool_v, of_regions(v_scale)),
+        far=far,
+        rounding=Rounding(jnp.swapaxes(rows, 1, 2), v_scale[:, 0, :, 0], jnp.ones((8, TILE), _E4M3)),
+    )
+
+
+def _rotate(x: Float[Array, "*n d"], dtype: Any) -> Float[Array, "*n d"]:
+    hadamard = reduce(np.kron, [np.array([[1, 1], [1, -1]])] * (x.shape[-1].bit_length() - 1))
+    axes = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, jnp.asarray(hadamard * _ENTRY, x.dtype), axes, preferred_element_type=dtype)
+
+
+def _scale(x: Float[Array, "B L H d"], axes: Any, largest: float) -> Float32[Array, "B _ H 1"]:
+    return jnp.maximum(jnp.abs(x).max(axis=axes, keepdims=True).astype(jnp.float32), _LEAST_SCALE) / largest
+
+
+def _int8(x: Float32[Array, "*n d"], scale: Float32[Array, "*#n 1"]) -> Int8[Array, "*n d"]:
+    return jnp.clip(jnp.round(x / scale), -127, 127).astype(jnp.int8)
 
 
 def _for_products(v: Float[Array, "*n d"], scale: Float[Array, "*#n 1"]) -> Float8e4m3fn[Array, ...]:
     """Codes of values, `[t, d]` or `[B, t, H, d]`, as an operand of probabilities in their registers, `[..., t]`.
 
-    A thread has the probabilities of tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, and as an operand 4t to 4t + 3.
+    A thread has the probabilities of tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, and as an operand 4t to 4t + 3. The
+    scales of 16 tokens are one: regions of a pool begin on multiples of 128.
     """
-    codes = jnp.clip(v.astype(jnp.float32) / scale, -_LARGEST, _LARGEST).astype(_E4M3)
-    codes = codes.reshape(*(() if v.ndim == 2 else v.shape[:1]), -1, 2, 4, 2, *v.shape[v.ndim // 2 :])
-    ordered = lax.optimization_barrier(jnp.swapaxes(codes, v.ndim // 2, v.ndim // 2 + 1))  # together they are slow
-    return jnp.moveaxis(ordered.reshape(v.shape), v.ndim // 2 - 1, -1)
+    axis = v.ndim // 2 - 1  # of tokens
+    groups = v.reshape(*v.shape[:axis], -1, 2, 4, 2, *v.shape[axis + 1 :])
+    ordered = lax.optimization_barrier(jnp.swapaxes(groups, axis + 1, axis + 2).reshape(v.shape))
+    moved = lax.optimization_barrier(jnp.moveaxis(ordered, axis, -1))  # each step alone is fast, together they are not
+    codes = jnp.clip(moved.astype(jnp.float32) / jnp.moveaxis(scale, axis, -1), -_LARGEST, _LARGEST)
+    return codes.astype(_E4M3)
 
 
-class EightBitSoftmax(Softmax):
+class EightBitSoftmax(mosaic.Softmax):
     """The state is the unit of each row, in eighths of powers of two, the sum of its codes and its largest score.
 
     Without turns: a softmax takes less time than its products.
@@ -109,8 +139,9 @@ class EightBitSoftmax(Softmax):
 
     turns: ClassVar[bool] = False
 
-    def __init__(self, refs: Operands, scoped: Any, work: Any, first_row: Any) -> None:
-        self.scale = load_rows(refs.rounding.rows.at[work.row, work.head, pl.ds(first_row, ROWS)])
+    def __init__(self, refs: mosaic.Operands, scoped: Any, work: Any, first_row: Any) -> None:
+        rows = refs.rounding.rows.at[work.row, work.head, pl.ds(first_row, ROWS)]
+        self.scale = plgpu.load(rows, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         self.value_scale = refs.rounding.values[work.row, work.kv_head]
         self.ones = scoped.ones
         plgpu.barrier_wait(scoped.ones_ready)
@@ -120,7 +151,7 @@ class EightBitSoftmax(Softmax):
         return of_rows(-jnp.inf), sums, of_rows(-jnp.inf)
 
     def first_products(self, bias: Any) -> Any:
-        return jnp.full((ROWS, TILE), BASE_BITS, jnp.int32)
+        return jnp.full((ROWS, TILE), np.float32(_BASE).view(np.int32), jnp.int32)
 
     def scores(self, products: Any, bias: Any) -> Any:
         scores = lax.bitcast_convert_type(products, jnp.float32)
@@ -128,7 +159,7 @@ class EightBitSoftmax(Softmax):
 
     def update(self, scores: Any, out: Any, state: Any) -> tuple[Any, Any, Any]:
         unit, sums, top = state
-        base = BASE * self.scale
+        base = _BASE * self.scale
         highest = scores.max(axis=1) * self.scale - base
         top = jnp.maximum(top, highest)
         # An integer shift: what it differs by from the largest score counts in the unit.

@@ -25,8 +25,6 @@ CASES = [
     ("block_scores", "triton", 1, {**LLAMA, "dtype": jnp.float32}),
     ("block_scores", "triton", 1, QWEN),
     ("block_scores", "triton", 1, {**SHORT, "dtype": jnp.float16}),
-    ("block_scores", "mosaic", 1, {**LLAMA, "stride": 16}),
-    ("block_scores", "mosaic", 1, {"B": 2, "L": 1000, "Hq": 14, "Hkv": 2, "d": 64, "dtype": jnp.float16}),
     ("prefill_attention", "triton", 1, {**LLAMA, "P": 2**20}),
     ("prefill_attention", "triton", 1, {**QWEN, "dtype": jnp.float16, "P": 2**20}),
     ("prefill_attention", "triton", 1, {"L": 5000, "Hq": 14, "d": 64, "block_size": 64}),
