@@ -95,47 +95,23 @@ def paged_attention(
     require(is_power, f"{on}: pages of {page}: must be a power of two from {_SMALLEST_PAGE}", Unsupported)
     config = config or default_config(queries * group, head_dim, page, q.dtype, batch, eight_bits=eight_bits)
     plan = ChunkPlan.make(caches, config, batch=batch, queries=queries, group=group, window=window)
-    rows, caches = batch * queries * q_heads, jax.tree.map(jnp.atleast_1d, caches)
+    rows, call = batch * queries * q_heads, partial(triton_call, interpret=interpret)
+    attend, merge = partial(_attend_chunk, plan, config.queries, interpret), partial(_merge_chunks, plan, config.merged)
+    operands = q.reshape(rows, head_dim), jax.tree.map(jnp.atleast_1d, caches), first, newest
     of_chunks, of_regions = (plan.chunks * plan.rows,), (plan.regions,)
-    parts = triton_call(
-        partial(_attend_chunk, plan, rows=config.queries, interpret=interpret),
-        (q.reshape(rows, head_dim), caches, first, newest),
-        [((*of_chunks, head_dim), jnp.float32), *[(of_chunks, jnp.float32)] * 2, *[(of_regions, jnp.int32)] * 2],
-        grid=(plan.tiles_of_rows * plan.chunks,),
-        name="paged_attention_chunks",
-        warps=config.warps,
-        stages=config.stages,
-        interpret=interpret,
-    )
-    out, lse = triton_call(
-        partial(_merge_chunks, plan, config.merged),
-        parts,
-        [((rows, head_dim), q.dtype), ((rows,), jnp.float32)],
-        grid=(rows,),
-        name="paged_attention_merge",
-        warps=4,
-        stages=1,
-        interpret=interpret,
-    )
+    parts = [((*of_chunks, head_dim), jnp.float32), *[(of_chunks, jnp.float32)] * 2, *[(of_regions, jnp.int32)] * 2]
+    sizes: Any = {"grid": (plan.tiles_of_rows * plan.chunks,), "warps": config.warps, "stages": config.stages}
+    found = call(attend, operands, parts, **sizes, name="paged_attention_chunks")
+    outputs = [((rows, head_dim), q.dtype), ((rows,), jnp.float32)]
+    out, lse = call(merge, found, outputs, grid=(rows,), name="paged_attention_merge", warps=4, stages=1)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 def _attend_chunk(
-    plan: ChunkPlan,
-    q_ref: Any,
-    caches: tuple[Pages, ...],
-    first_ref: Any,
-    newest_ref: Any,
-    out_ref: Any,
-    peak_ref: Any,
-    weight_ref: Any,
-    ends_ref: Any,
-    counts_ref: Any,
-    *,
-    rows: int,
-    interpret: bool,
+    plan: ChunkPlan, rows: int, interpret: bool, q_ref: Any, caches: tuple[Pages, ...], *refs: Any
 ) -> None:
     """Attention of one tile of a region's query rows to one chunk of its tokens, not normalised."""
+    first_ref, newest_ref, out_ref, peak_ref, weight_ref, ends_ref, counts_ref = refs
     # The tiles of rows of a chunk run side by side, since they share its tokens in the L2 cache.
     chunk, tile = quotient_and_remainder(pl.program_id(0), plan.tiles_of_rows)
     chunks = split(plan, caches, first_ref, newest_ref)
@@ -148,9 +124,8 @@ def _attend_chunk(
         newest, first = newest_ref[row], first_ref[row]
         numbers = tile * rows + jnp.arange(rows, dtype=jnp.int32)
         positions = first + lax.div(numbers, jnp.full_like(numbers, plan.group))
-        earliest, latest = (
-            first + lax.div(number, jnp.int32(plan.group)) for number in (tile * rows, (tile + 1) * rows - 1)
-        )
+        edges = tile * rows, (tile + 1) * rows - 1
+        earliest, latest = (first + lax.div(number, jnp.int32(plan.group)) for number in edges)
         inside = numbers < plan.rows
         real = inside & (positions <= newest)
         # Queries and output are in two halves where a cache has words of two codes.
@@ -271,18 +246,9 @@ def _load_exponents(refs: Any, page: Array, slots: Array, inside: Array | None) 
     return found.astype(jnp.int32)
 
 
-def _merge_chunks(
-    plan: ChunkPlan,
-    merged: int,
-    parts_ref: Any,
-    peak_ref: Any,
-    weight_ref: Any,
-    ends_ref: Any,
-    counts_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-) -> None:
+def _merge_chunks(plan: ChunkPlan, merged: int, *refs: Any) -> None:
     """Merges the chunks of one query head."""
+    parts_ref, peak_ref, weight_ref, ends_ref, counts_ref, out_ref, lse_ref = refs
     row = pl.program_id(0)
     region, number = plan.place(row)
     count, columns = counts_ref[region], jnp.arange(parts_ref.shape[1], dtype=jnp.int32)

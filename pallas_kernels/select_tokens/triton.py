@@ -51,37 +51,17 @@ def select_tokens(
         kept = jnp.clip(budgets, 0, block_size).sum(axis=-1, dtype=jnp.int32)
         shape = (pool_tokens, head_dim)
         return Pool(jnp.zeros(shape, k.dtype), jnp.zeros(shape, v.dtype), offsets, kept)
-    budgets = budgets.reshape(regions, blocks)
-    before, kept = triton_call(
-        partial(_count, block_size),
-        (budgets,),
-        [((regions, blocks), jnp.int32), ((regions,), jnp.int32)],
-        grid=(regions,),
-        name="select_tokens_count",
-        warps=4,
-        stages=1,
-        interpret=interpret,
-    )
+    call = partial(triton_call, warps=4, stages=1, interpret=interpret)
+    budgets, counts = budgets.reshape(regions, blocks), [((regions, blocks), jnp.int32), ((regions,), jnp.int32)]
+    before, kept = call(partial(_count, block_size), (budgets,), counts, grid=(regions,), name="select_tokens_count")
     # A region's share of the clearing programs, were all gaps of one size.
     clearers = cdiv(pool_tokens, regions * cleared)
-    k_pool, v_pool = triton_call(
-        partial(_select_or_clear, length, kv_heads, block_size, blocks, clearers, rows),
-        (
-            scores.reshape(regions, length),
-            budgets,
-            before,
-            kept,
-            offsets.reshape(regions),
-            k.reshape(-1, head_dim),
-            v.reshape(-1, head_dim),
-        ),
-        [((pool_tokens, head_dim), k.dtype), ((pool_tokens, head_dim), v.dtype)],
-        grid=(regions, blocks + clearers),  # heads run side by side: a token's keys lie together
-        name="select_tokens",
-        warps=4,
-        stages=1,
-        interpret=interpret,
-    )
+    kernel = partial(_select_or_clear, length, kv_heads, block_size, blocks, clearers, rows)
+    of_regions = scores.reshape(regions, length), budgets, before, kept, offsets.reshape(regions)
+    operands = *of_regions, k.reshape(-1, head_dim), v.reshape(-1, head_dim)
+    pools = [((pool_tokens, head_dim), x.dtype) for x in (k, v)]
+    grid = regions, blocks + clearers  # heads run side by side: a token's keys lie together
+    k_pool, v_pool = call(kernel, operands, pools, grid=grid, name="select_tokens")
     return Pool(k_pool, v_pool, offsets, kept.reshape(batch, kv_heads))
 
 
@@ -96,23 +76,10 @@ def _count(block_size: int, budgets_ref: Any, before_ref: Any, kept_ref: Any) ->
 
 
 def _select_or_clear(
-    tokens: int,
-    kv_heads: int,
-    block_size: int,
-    blocks: int,
-    clearers: int,
-    rows: int,
-    scores_ref: Any,
-    budgets_ref: Any,
-    before_ref: Any,
-    kept_ref: Any,
-    offsets_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    k_pool_ref: Any,
-    v_pool_ref: Any,
+    tokens: int, kv_heads: int, block_size: int, blocks: int, clearers: int, rows: int, *refs: Any
 ) -> None:
     """Selects from one block, or clears one share of the gap after a region."""
+    scores_ref, budgets_ref, before_ref, kept_ref, offsets_ref, k_ref, v_ref, *pool_refs = refs
     region, work = pl.program_id(0), pl.program_id(1)
 
     @pl.when(work < blocks)
@@ -128,11 +95,10 @@ def _select_or_clear(
             order = i * rows + jnp.arange(rows, dtype=jnp.int32)
             chosen = jnp.sum(jnp.where(slots[:, None] == order[None], lanes[:, None], 0), axis=0)
             source, target = (first + chosen) * kv_heads + head, start + order
-            wanted = ((order < budget) & (target < k_pool_ref.shape[0]))[:, None]
-            tiles = [
-                pltriton.load(ref.at[source[:, None], columns[None]], mask=wanted, other=0.0) for ref in (k_ref, v_ref)
-            ]
-            for ref, tile in zip((k_pool_ref, v_pool_ref), tiles, strict=True):
+            wanted = ((order < budget) & (target < pool_refs[0].shape[0]))[:, None]
+            places = source[:, None], columns[None]
+            tiles = [pltriton.load(ref.at[places], mask=wanted, other=0.0) for ref in (k_ref, v_ref)]
+            for ref, tile in zip(pool_refs, tiles, strict=True):
                 pltriton.store(ref.at[target[:, None], columns[None]], tile, mask=wanted)
 
         lax.fori_loop(0, divide_up(budget, rows), copy, None)
@@ -140,11 +106,11 @@ def _select_or_clear(
     @pl.when(work >= blocks)
     def _() -> None:
         gap = _gap(offsets_ref, kept_ref, region, offsets_ref[region] + kept_ref[region])
-        _clear((k_pool_ref, v_pool_ref), *gap, work - blocks, clearers)
+        _clear(pool_refs, *gap, work - blocks, clearers)
 
     @pl.when((work >= blocks) & (region == 0))
     def _() -> None:
-        _clear((k_pool_ref, v_pool_ref), *_gap(offsets_ref, kept_ref, -1, 0), work - blocks, clearers)
+        _clear(pool_refs, *_gap(offsets_ref, kept_ref, -1, 0), work - blocks, clearers)
 
 
 def _ranked_slots(scores_ref: Any, region: Array, first: Array, budget: Array, block_size: int) -> Array:
@@ -168,7 +134,7 @@ def _gap(offsets_ref: Any, kept_ref: Any, region: Array | int, begin: Array | in
     return begin, jnp.min(jnp.where(follows, starts, np.iinfo(np.int32).max))
 
 
-def _clear(pool_refs: tuple[Any, ...], begin: Array | int, end: Array, share: Array, shares: int) -> None:
+def _clear(pool_refs: list[Any], begin: Array | int, end: Array, share: Array, shares: int) -> None:
     """Writes zeros to every `shares`-th tile of rows of [begin, end)."""
     rows, head_dim = pool_refs[0].shape
     lanes, columns = jnp.arange(_CLEARED, dtype=jnp.int32), jnp.arange(head_dim, dtype=jnp.int32)
