@@ -12,7 +12,6 @@ where a product needs them so, which it cannot with bytes; a kernel takes both h
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ class Pool(NamedTuple):
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["words", "exponents"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EightBits:
     """Vectors, each codes * 2 ** exponent."""
@@ -67,11 +66,7 @@ Stored = Array | EightBits  # vectors as a cache stores them
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "table", "kept", "start", "end", "bias", "part"],
-    meta_fields=["kept_columns"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
     """Paged keys and values of a layer: kept tokens from any position, and a window of consecutive ones.
@@ -87,7 +82,7 @@ class Pages:
     kept: Int[Array, "B Hkv"]  # kept tokens of each KV head, int32 `[B, Hkv]`
     start: Int[Array, " B"]  # position of the window's first token, int32 `[B]`, a multiple of b
     end: Int[Array, " B"]  # position past the window's last token, int32 `[B]`
-    kept_columns: int  # entries for pages of kept tokens, C; static
+    kept_columns: int = dataclasses.field(metadata={"static": True})  # entries for pages of kept tokens, C
     # Added to the logits of kept tokens, in their order, at least -1e30, float32 `[B, Hkv, C b]`; None for zeros.
     bias: Float32[Array, "B Hkv n"] | None = None
     # Which B rows of `table`, `kept` and `bias` are this cache's: part n begins at row n B. Other parts may be those of

@@ -26,9 +26,8 @@ def scaled_scores(subscripts: str, q: Float[Array, " *Q"], k: Float[Array, " *K"
 
 def weighted_sum(subscripts: str, weights: Float[Array, " *W"], v: Float[Array, " *V"]) -> Float32[Array, " *O"]:
     """Weights times values, summed in float32; the weights take the values' type, as tensor cores want."""
-    return jnp.einsum(
-        subscripts, weights.astype(v.dtype), v, precision=precision(v.dtype), preferred_element_type=jnp.float32
-    )
+    weights = weights.astype(v.dtype)
+    return jnp.einsum(subscripts, weights, v, precision=precision(v.dtype), preferred_element_type=jnp.float32)
 
 
 def varying_like(values: _T, *operands: Any) -> _T:

@@ -39,11 +39,8 @@ class OnlineSoftmax(NamedTuple):
     @classmethod
     def empty(cls, queries: int, head_dim: int) -> OnlineSoftmax:
         """Before any key."""
-        return cls(
-            jnp.full(queries, MASKED, jnp.float32),
-            jnp.zeros(queries, jnp.float32),
-            jnp.zeros((queries, head_dim), jnp.float32),
-        )
+        peak, weight = (jnp.full(queries, value, jnp.float32) for value in (MASKED, 0))
+        return cls(peak, weight, jnp.zeros((queries, head_dim), jnp.float32))
 
     def attend(self, scores: Float32[Array, "R k"], seen: Bool[Array, "R k"], v: Float[Array, "k d"]) -> OnlineSoftmax:
         """With more keys, by their scores."""

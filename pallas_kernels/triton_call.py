@@ -115,15 +115,10 @@ def scaled_exp2(
     """
     if interpret:
         return jnp.exp2(x * scale + bias)
-    factor = f"0f{np.float32(scale).view(np.uint32):08X}"
-    [power] = pltriton.elementwise_inline_asm(
-        f"fma.rn.ftz.f32 $0, $1, {factor}, $2; ex2.approx.ftz.f32 $0, $0;",
-        args=[x, bias],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return power
+    factor, results = f"0f{np.float32(scale).view(np.uint32):08X}", [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    code = f"fma.rn.ftz.f32 $0, $1, {factor}, $2; ex2.approx.ftz.f32 $0, $0;"
+    options: Any = {"constraints": "=f,f,f", "pack": 1, "result_shape_dtypes": results}
+    return pltriton.elementwise_inline_asm(code, args=[x, bias], **options)[0]
 
 
 def online_softmax_step(

@@ -35,9 +35,8 @@ def paged_attention(
         positions = jnp.repeat(first[row] + jnp.arange(columns), group)
         state = OnlineSoftmax.empty(*queries.shape)
         for cache in caches:
-            state = _attend_pages(
-                queries, positions, cache, row // (batch // cache.table.shape[0]), head, newest[row], window, state
-            )
+            own = row // (batch // cache.table.shape[0])
+            state = _attend_pages(queries, positions, cache, own, head, newest[row], window, state)
         asked = positions <= newest[row]
         out = jnp.where(asked[:, None], state.attention(), 0)
         return out, jnp.where(asked, state.log_sum_exp(), MASKED)
