@@ -101,6 +101,9 @@ def _where(holds: Callable[[Any, Json], Any], words: str) -> AfterValidator:
 _Tokens = Annotated[int, Field(ge=1)]
 _Logprobs = Annotated[int, Field(ge=0, le=20)]  # likeliest tokens beside each token
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+_Stops = Annotated[list[_Stop], BeforeValidator(lambda x: x if isinstance(x, list) else [x])]
+_in_streams = _where(lambda _, given: given.get("stream"), "needs stream = true")
+_agreeing = _where(lambda most, given: given.get("max_tokens") in (None, most), "differs from max_tokens: give one")
 
 
 class StreamOptions(_Fields):
@@ -120,18 +123,11 @@ class AnswerRequest(_Fields):
     document: str | None = None  # id
     n: int = Field(1, ge=1, le=64)  # answers to each prompt
     stream: bool = False
-    stream_options: Annotated[StreamOptions, _where(lambda _, given: given.get("stream"), "needs stream = true")] = (
-        StreamOptions()
-    )
+    stream_options: Annotated[StreamOptions, _in_streams] = StreamOptions()
     max_tokens: _Tokens | None = None
-    max_completion_tokens: Annotated[
-        _Tokens | None,
-        _where(lambda most, given: given.get("max_tokens") in (None, most), "differs from max_tokens: give one"),
-    ] = None
+    max_completion_tokens: Annotated[_Tokens | None, _agreeing] = None
     min_tokens: int = 0
-    stop: Annotated[list[_Stop], BeforeValidator(lambda x: x if isinstance(x, list) else [x])] = Field(
-        [], max_length=64, fail_fast=True
-    )
+    stop: _Stops = Field([], max_length=64, fail_fast=True)
     seed: int = Field(default_factory=lambda: secrets.randbelow(2**32))
     temperature: float = 1.0
     top_k: int | None = None
