@@ -13,17 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from tca_jax.calibration.repetition import (
-    CHUNK,
-    TARGETS,
-    LayerInputs,
-    LayerTargets,
-    chat_frame,
-    read_inputs,
-    repetition_request,
-    repetition_rows,
-    text_targets,
-)
+from tca_jax.calibration import repetition
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import Encoder, encode_verbatim
@@ -56,7 +46,7 @@ def pack_texts(lm: Encoder, texts: Iterable[str | Sequence[int]], count: int, to
 
     Each one begins as a user's text in the chat template does. ValueError if tokens are missing, with their number.
     """
-    opening, packed, text = chat_frame(lm)[0], list[list[int]](), list[int]()
+    opening, packed, text = repetition.chat_frame(lm)[0], list[list[int]](), list[int]()
     size = tokens - len(opening)
     require(size > 0, f"the chat template of {lm.name} takes {len(opening):,} of tokens = {tokens:,}: raise tokens")
     for each in texts:
@@ -76,27 +66,28 @@ def fit_worth(
     lm: LM,
     texts: Sequence[Sequence[int]],
     *,
-    targets: Sequence[str] = TARGETS[:1],
-    chunk: int = CHUNK,
+    targets: Sequence[str] = repetition.TARGETS[:1],
+    chunk: int = repetition.CHUNK,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, WorthMaps]:
     """Fits maps for each of `targets` on the first half of the texts; measures them on the others.
 
     Texts are of `pack_texts`, at least two, each of at least two chunks, with positions left for a chunk's repetition.
     """
-    request, fitted = repetition_request(lm), len(texts) // 2
+    request, fitted = repetition.repetition_request(lm), len(texts) // 2
     width, columns = lm.config.hidden_size + 1, lm.config.num_kv_heads * len(targets)
     sums = [_Sums(jnp.zeros((width, width)), jnp.zeros((width, columns)))] * lm.config.num_layers
     weights = np.zeros((lm.config.num_layers, lm.config.num_kv_heads))
-    places = np.array([TARGETS.index(name) for name in targets])
+    places = np.array([repetition.TARGETS.index(name) for name in targets])
 
-    def targets_of(ids: Sequence[int], layers: list[LayerInputs]) -> list[LayerTargets]:
+    def targets_of(ids: Sequence[int], layers: list[repetition.LayerInputs]) -> list[repetition.LayerTargets]:
         """Targets of a text in all layers."""
-        found = dict(text_targets(lm, ids, layers, repetition_rows(ids, request, chunk)))
-        return [LayerTargets(found[i].values[places, :, : len(ids)], found[i].head_weight) for i in range(len(layers))]
+        rows = repetition.repetition_rows(ids, request, chunk)
+        found = dict(repetition.text_targets(lm, ids, layers, rows))
+        return [found[i]._replace(values=found[i].values[places, :, : len(ids)]) for i in range(len(layers))]
 
     for done, ids in enumerate(texts[:fitted]):
-        layers = read_inputs(lm, ids)
+        layers = repetition.read_inputs(lm, ids)
         for number, (values, weight) in enumerate(targets_of(ids, layers)):
             sums[number] = _add(sums[number], layers[number].x[0, : len(ids)], values)
             weights[number] += on_host(weight)
@@ -106,12 +97,11 @@ def fit_worth(
     # Of each text: [layers, targets, Hkv, L], and without the last axis.
     predictions, correlations = list[np.ndarray](), list[np.ndarray]()
     for done, ids in enumerate(texts[fitted:]):
-        layers = read_inputs(lm, ids)
+        layers = repetition.read_inputs(lm, ids)
         logs = np.stack([on_host(_logs(values)) for values, _ in targets_of(ids, layers)])
-        found = (
-            [on_host(predict(each, x)) for each in of_layer] for of_layer, (x, *_) in zip(maps, layers, strict=True)
-        )
-        predictions.append(np.array(list(found))[..., : len(ids)])
+        pairs = zip(maps, layers, strict=True)
+        found = [[on_host(predict(each, x)) for each in of_layer] for of_layer, (x, *_) in pairs]
+        predictions.append(np.array(found)[..., : len(ids)])
         correlations.append(_correlation(logs, predictions[-1]))
         progress("measuring maps", done + 1, len(texts) - fitted)
     predicted, correlation = np.concatenate(predictions, axis=-1), np.mean(correlations, axis=0)

@@ -96,9 +96,8 @@ def _hide(
             probes.append(asked)
             taken = needed
     # What the lines take is cut off in front of them: a line put at place p comes to stand in front of p.
-    places = [
-        _line_start(lm, text, 1 + taken + start, ranked) for start in _spread(rng, len(hidden), 1, ranked - taken)
-    ]
+    starts = _spread(rng, len(hidden), 1, ranked - taken)
+    places = [_line_start(lm, text, 1 + taken + start, ranked) for start in starts]
     out = list(text)
     for place, line in sorted(zip(places, hidden, strict=True), key=lambda each: each[0], reverse=True):
         out[place:place] = line if _ends_line(lm, text[place - 1]) else [*line_break, *line]

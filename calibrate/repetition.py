@@ -70,11 +70,7 @@ def repetition_request(lm: Encoder) -> list[int]:
 
 
 def read_inputs(lm: LM, ids: Sequence[int]) -> list[LayerInputs]:
-    """Reads a text under full attention.
-
-    Raises:
-        ValueError: the model is on a mesh.
-    """
+    """Reads a text under full attention. ValueError if the model is on a mesh."""
     require(lm.mesh is None, f"{lm.name} is on a mesh: load it on one device to fit predicted worth")
     return list(TextPass(lm, ids).layers(_read_layer))
 

@@ -88,9 +88,8 @@ class WorthProfile:
 
     def with_kept(self, kept: float | None = None, selected: float | None = None) -> WorthProfile:
         """The profile with other shares, in (0, 1]; nothing is calibrated again."""
-        return dataclasses.replace(
-            self, kept=self.kept if kept is None else kept, selected=self.selected if selected is None else selected
-        )
+        given = {"kept": kept, "selected": selected}
+        return dataclasses.replace(self, **{name: share for name, share in given.items() if share is not None})
 
     def kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
         """Share, about, that each head keeps of `num_tokens` tokens like the calibration's, the window included."""
@@ -118,12 +117,8 @@ class WorthProfile:
         reading = ReadSettings(theta, jnp.full(layers, BLOCK_SCORE, jnp.float32), jnp.ones(layers, bool))
         shares = _shares_at(self.maps.shares, self.kept).mean(axis=1)
         left = shares / np.cumsum(shares[::-1])[::-1]
-        return WorthSettings(
-            jnp.asarray(self.maps.maps, jnp.float32),
-            jnp.full(layers, self.maps.threshold(self.kept), jnp.float32),
-            reading,
-            jnp.asarray(left, jnp.float32),
-        )
+        maps, left = (jnp.asarray(x, jnp.float32) for x in (self.maps.maps, left))
+        return WorthSettings(maps, jnp.full(layers, self.maps.threshold(self.kept), jnp.float32), reading, left)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the profile to a directory as `Profile.save` does; `tca_jax.Profile.load` reads it."""
