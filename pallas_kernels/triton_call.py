@@ -176,17 +176,11 @@ def codes_as_float16(words: Array, *, interpret: bool) -> tuple[Array, Array]:
     if interpret:
         low, high = (half * jnp.float16(2**UNPACKED) for half in unpack(words))
         return low, high
-    low, high = (
-        pltriton.elementwise_inline_asm(
-            "{ .reg .b16 a, b; .reg .b32 c, d; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 c, a; "
-            f"cvt.rn.f16x2.e4m3x2 d, b; prmt.b32 $0, c, d, {halves}; }}",
-            args=[words],
-            constraints="=r,r",
-            pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float16)],
-        )[0]
-        for halves in ("0x5410", "0x7632")
-    )
+    convert = ".reg .b16 a, b; .reg .b32 c, d; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 c, a; cvt.rn.f16x2.e4m3x2 d, b;"
+    codes = [f"{{ {convert} prmt.b32 $0, c, d, {halves}; }}" for halves in ("0x5410", "0x7632")]
+    results = [jax.ShapeDtypeStruct(words.shape, jnp.float16)]
+    options: Any = {"constraints": "=r,r", "pack": 2, "result_shape_dtypes": results}
+    low, high = (pltriton.elementwise_inline_asm(code, args=[words], **options)[0] for code in codes)
     return low, high
 
 

@@ -134,11 +134,8 @@ def _attend_chunk(
         columns = [part * width + jnp.arange(width, dtype=jnp.int32) for part in range(parts)]
         here = plan.whereabouts(region, numbers)[:, None]
         q = tuple(pltriton.load(q_ref.at[here, part[None]], mask=real[:, None], other=0.0) for part in columns)
-        state: PartedState = (
-            tuple(jnp.zeros(part.shape, jnp.float32) for part in q),
-            jnp.full(numbers.shape, _LOWEST, jnp.float32),
-            jnp.zeros(numbers.shape, jnp.float32),
-        )
+        out = tuple(jnp.zeros(part.shape, jnp.float32) for part in q)
+        state: PartedState = out, jnp.full(numbers.shape, _LOWEST, jnp.float32), jnp.zeros(numbers.shape, jnp.float32)
         begin, end = chunks.tiles_of(chunk, region)
         end = jnp.where(earliest <= newest, end, begin)  # a tile of nothing but padding
         for cache, spans in zip(caches, chunks.spans, strict=True):
