@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _INSTRUCT = ("", "-Instruct")
-_FAMILIES = (  # repository, sizes, suffixes
+_FAMILIES = (  # repository, sizes, ends of names
     ("meta-llama/Llama-3.1", "8B 70B 405B", _INSTRUCT),
     ("meta-llama/Llama-3.2", "1B 3B", _INSTRUCT),
     ("Qwen/Qwen2.5", "0.5B 1.5B 3B 7B 14B 32B 72B", _INSTRUCT),
@@ -15,11 +15,7 @@ _FAMILIES = (  # repository, sizes, suffixes
     ("HuggingFaceTB/SmolLM2", "135M 360M 1.7B", _INSTRUCT),
     ("Qwen/Qwen2.5-Coder", "0.5B 1.5B 3B 7B 14B 32B", _INSTRUCT),
 )
-_IDS = [
-    f"{name}-{size}{suffix}" for name, sizes, suffixes in _FAMILIES for size in sizes.split() for suffix in suffixes
-]
-
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {hub_id.partition("/")[2].lower().replace("llama-", "llama"): hub_id for hub_id in _IDS}
-)
+_IDS = [f"{name}-{size}{end}" for name, sizes, ends in _FAMILIES for size in sizes.split() for end in ends]
+_BY_ALIAS = {hub_id.partition("/")[2].lower().replace("llama-", "llama"): hub_id for hub_id in _IDS}
+ALIASES: Mapping[str, str] = MappingProxyType(_BY_ALIAS)
 """Alias -> Hub id, base and instruct models of LLaMA 3.1 and 3.2, Qwen2.5, Qwen2.5-Coder, Qwen3 (dense) and SmolLM2."""

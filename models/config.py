@@ -72,14 +72,11 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> ModelConfig:
-        """Read a transformers config object, or a mapping as in config.json.
+        """Reads a transformers config object, or a mapping as in config.json; TypeError for anything else.
 
-        Both spellings of RoPE are understood: `rope_theta` with `rope_scaling` (transformers 4.x) and
-        `rope_parameters` (5.x). Absent entries have the defaults of transformers.
-
-        Raises:
-            ValueError: an architecture or option that is not supported, or a missing or invalid entry.
-            TypeError: neither a mapping nor a transformers config.
+        Both spellings of RoPE are understood: `rope_theta` with `rope_scaling` (transformers 4.x) and `rope_parameters`
+        (5.x). Absent entries have the defaults of transformers. ValueError where an entry is missing, invalid or not
+        supported.
         """
         values = hf_config.to_dict() if hasattr(hf_config, "to_dict") else hf_config
         require_type("hf_config", values, Mapping, "a transformers config or a mapping")
@@ -176,12 +173,7 @@ class StoredQuantization:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read `config.json` of a checkpoint folder.
-
-    Raises:
-        FileNotFoundError: the folder has no config.json.
-        ValueError: it is not JSON, or the model is not supported; the message names the file.
-    """
+    """Reads `config.json` of a checkpoint folder. FileNotFoundError without it; ValueError with its path if refused."""
     path = Path(folder) / "config.json"
     require(path.is_file(), f"{path} does not exist: a checkpoint folder must hold config.json", FileNotFoundError)
     entries = read_json_object(path)

@@ -222,22 +222,14 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B L"], positions: Int[Array, "B L"], attention: Attention, states: Sequence[Any]
     ) -> tuple[Float[Array, "B L D"], tuple[Any, ...]]:
-        """Run all layers, unrolled.
+        """Runs all layers, unrolled; hidden states after the final norm, and the layers' new states.
 
         Args:
-            tokens: `[B, L]` token ids; ids outside the vocabulary (padding) are clipped into it.
-            positions: `[B, L]` position of each token in its row. Padding repeats the row's last position (this
-                matters for dynamic RoPE only, whose frequencies follow the row's length so far).
-            attention: Called once per layer as `attention(layer, q [B, L, Hq, d], k [B, L, Hkv, d],
-                v [B, L, Hkv, d], state)`, with RoPE applied and queries unscaled (attention multiplies by
-                1 / sqrt(d)); returns `(out [B, L, Hq, d], new state)`.
-            states: What each layer's attention gets as `state`, one entry per layer: a pytree, or None.
-
-        Returns:
-            Hidden states after the final norm, `[B, L, D]`, and the layers' new states.
-
-        Raises:
-            ValueError: `states` does not have one entry per layer.
+            tokens: Ids; those outside the vocabulary (padding) are clipped into it.
+            positions: Of each token in its row. Padding repeats the row's last position (this matters for dynamic RoPE
+                only, whose frequencies follow the row's length so far).
+            attention: Called once per layer, with RoPE applied and queries unscaled: it multiplies by 1 / sqrt(d).
+            states: What each layer's attention gets as `state`: a pytree, or None. ValueError unless there is one each.
         """
         must = f"must be one for each of {self.config.num_layers} layers"
         require(len(states) == self.config.num_layers, f"states has {len(states)} entries: {must}")
@@ -273,13 +265,9 @@ class Decoder(nnx.Module):
                 return self.head(hidden)
             # The embedding's second axis is contracted: no transposed copy of it (`nnx.Embed.attend` makes one, and
             # gives logits in the decoder's dtype).
-            scores = jax.lax.dot_general(
-                hidden,
-                self.embedding[...].astype(hidden.dtype),
-                (((hidden.ndim - 1,), (1,)), ((), ())),
-                precision=precision_of(hidden.dtype),
-                preferred_element_type=jnp.float32,
-            )
+            embedding, contracted = self.embedding[...].astype(hidden.dtype), (((hidden.ndim - 1,), (1,)), ((), ()))
+            options: Any = {"precision": precision_of(hidden.dtype), "preferred_element_type": jnp.float32}
+            scores = jax.lax.dot_general(hidden, embedding, contracted, **options)
             return sum_parts(scores) if self.sharded else scores
 
 

@@ -25,21 +25,14 @@ _Checksum: TypeAlias = tuple[tuple[int, ...], Array]  # of a tensor: its shape `
 
 
 def fingerprint(decoder: Decoder, head_orders: HeadOrders | None = None) -> str:
-    """Hash of the architecture and of every tensor of a checkpoint, rounded to numbers that all loading dtypes hold.
+    """SHA-256 of the architecture and of every tensor of a checkpoint, rounded to numbers that all loading dtypes hold.
 
     It does not depend on which tensors the decoder joins into one weight. All loading dtypes can hold bfloat16 without
     the values below float16's normal range. A checkpoint that is stored in float32 and loaded in float16 is rounded
     twice: this decoder has another fingerprint, and `load_checkpoint` returns the checkpoint's.
 
-    Each weight is read on its device: milliseconds on a GPU.
-
-    Args:
-        decoder: The model, on one device or on a mesh.
-        head_orders: The orders that its KV heads were loaded in; the fingerprint is that of the model in its own order,
-            as with None.
-
-    Returns:
-        64 hexadecimal digits (SHA-256).
+    Each weight is read on its device, one or those of a mesh: milliseconds on a GPU. `head_orders` are those that the
+    KV heads were loaded in; the fingerprint is that of the model in its own order, as with None.
     """
     orders = None if head_orders is None else np.argsort(head_orders, axis=1).tolist()  # those that undo them
     checksums: dict[str, _Checksum] = {}

@@ -313,8 +313,7 @@ class _Header:
     """The header of one file, read from its begin on; ValueError where it is damaged."""
 
     def __init__(self, source: _Bytes) -> None:
-        self._source, self._at, self._start = source, 0, 0
-        self._buffer = b""
+        self._source, self._at, self._start, self._buffer = source, 0, 0, b""
 
     def read(self) -> tuple[dict[str, Any], list[GgufTensor]]:
         """Metadata and tensors."""

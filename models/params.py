@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tca_jax.errors import UserError, require
+from tca_jax.models import sharding
 from tca_jax.models.config import ModelConfig, StoredQuantization
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
@@ -34,17 +35,6 @@ from tca_jax.models.gguf import find_gguf as gguf_path
 from tca_jax.models.json_object import LFS_POINTER, is_lfs_pointer, read_json_object
 from tca_jax.models.names import CODES, EMBEDDING, HEAD, LAYER, Layout, Parameter, parameters
 from tca_jax.models.projections import E4M3, quantize
-from tca_jax.models.sharding import (
-    HeadOrders,
-    abstract_parameters,
-    check_mesh,
-    check_orders,
-    constrained,
-    reorder_heads,
-    settled,
-    whole_mesh,
-    within,
-)
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")  # in the checkpoint's own folder
@@ -52,6 +42,7 @@ _COMPARED = 2**24  # numbers of two tensors that are compared at a time
 _STORED_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # dtypes that are read, and bytes of an element
 # A buffer that old LLaMA checkpoints hold; and scales of activations and caches, which are taken anew for each token.
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|(input|output|k|v)_scale)")
+_Progress = Callable[[int, int], None]  # called with the bytes that are read so far, and in all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +72,12 @@ def load_checkpoint(
     folder: Path,
     config: ModelConfig,
     dtype: DTypeLike = jnp.bfloat16,
-    progress: Callable[[int, int], None] | None = None,
+    progress: _Progress | None = None,
     mesh: Mesh | None = None,
-    head_orders: HeadOrders | None = None,
+    head_orders: sharding.HeadOrders | None = None,
     weights: str | None = None,
 ) -> LoadedCheckpoint:
-    """Build the decoder from a checkpoint folder.
+    """Builds the decoder from a checkpoint folder.
 
     Tensors go from the file to the default device one by one, so host memory stays near the size of the largest. On a
     mesh each process reads the parts that its own devices need, and each device gets its own part only.
@@ -94,8 +85,8 @@ def load_checkpoint(
     Args:
         folder: Holds `model.safetensors`, or `model.safetensors.index.json` and its shards; or a GGUF file
             (`models.gguf.find_gguf`), whose tensors are dequantized.
-        config: The model's shape, as `read_config(folder)` gives it.
-        dtype: Dtype of the weights and of computations.
+        config: As `read_config(folder)` gives it.
+        dtype: Of the weights and of computations.
         progress: Called as `progress(bytes read, total bytes)` after each tensor, of which a process of several
             may have read only a part.
         mesh: Devices that the weights are split over (`models.sharding`); None for the default device.
@@ -105,14 +96,14 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: no safetensors file, or a shard is missing.
-        ValueError: a corrupt file, a missing or unexpected tensor, or one of unexpected shape or dtype; the
-            message names the file and the tensor. Or the mesh or the orders do not fit the model.
+        ValueError: a corrupt file, a missing or unexpected tensor, or one of unexpected shape or dtype, with the names
+            of file and tensor; or the mesh or the orders do not fit the model.
     """
     if mesh is not None:
-        check_mesh(mesh, config)
-        mesh = whole_mesh(mesh)
+        sharding.check_mesh(mesh, config)
+        mesh = sharding.whole_mesh(mesh)
     if head_orders is not None:
-        check_orders(head_orders, config)
+        sharding.check_orders(head_orders, config)
     folder = Path(folder)
     stored, format_ = _read_headers(folder), read_quantization(folder)
     if config.tie_embeddings and HEAD in stored and not _are_equal(stored[HEAD], stored.get(EMBEDDING)):
@@ -121,11 +112,10 @@ def load_checkpoint(
     _require_stored(f"model.layers.{config.num_layers - 1}.mlp.down_proj.weight", stored, folder)  # takes long to build
     only_codes, dtype = format_ is not None and not weights, jnp.dtype(dtype)
     in_eight_bits = only_codes or bool(weights)
-    made = nnx.eval_shape(
-        lambda: Decoder(config, dtype=dtype, param_dtype=E4M3 if in_eight_bits else dtype, rngs=nnx.Rngs(0))
-    )
+    dtypes: Any = {"dtype": dtype, "param_dtype": E4M3 if in_eight_bits else dtype}
+    made = nnx.eval_shape(lambda: Decoder(config, **dtypes, rngs=nnx.Rngs(0)))
     by_path = {each.path: each for each in parameters(made)}
-    read = abstract_parameters(config, dtype, dtype) if in_eight_bits else by_path.values()
+    read = sharding.abstract_parameters(config, dtype, dtype) if in_eight_bits else by_path.values()
     # The largest tensors, embedding and head, first: host memory is not yet full then.
     found = sorted(read, key=lambda parameter: parameter.layer is not None)
     wanted = {name: parameter for parameter in found for name in parameter.names}
@@ -135,7 +125,7 @@ def load_checkpoint(
     block = format_.block if format_ else None
     checksums: dict[str, Any] = {}
     loaded = {}
-    with within(mesh):
+    with sharding.within(mesh):
         for parameter, tensors in _read(stored, wanted, mesh, progress):
             scales = [_scales(stored, name, block) for name in parameter.names]
             stays = parameter.path in by_path  # or it is quantized
@@ -153,8 +143,8 @@ def load_checkpoint(
                 parts = list(zip((codes, scale), quantize_kernel(value, known, **options), strict=True))
             del value
             for each, part in parts:
-                part = reorder_heads(part.astype(each.variable.dtype), each, head_orders)
-                loaded[each.path] = each.variable.replace(jax.block_until_ready(settled(part, each, mesh)))
+                part = sharding.reorder_heads(part.astype(each.variable.dtype), each, head_orders)
+                loaded[each.path] = each.variable.replace(jax.block_until_ready(sharding.settled(part, each, mesh)))
     decoder: Decoder = nnx.merge(nnx.graphdef(made), nnx.from_flat_state(loaded))
     return LoadedCheckpoint(decoder, combine(config, checksums) if fingerprint_is_stale else None)
 
@@ -193,10 +183,7 @@ def write_config(folder: Path, config: ModelConfig, entries: Mapping[str, Any] |
 
 
 def _read(
-    stored: Mapping[str, _Stored],
-    wanted: Mapping[str, Parameter],
-    mesh: Mesh | None,
-    progress: Callable[[int, int], None] | None,
+    stored: Mapping[str, _Stored], wanted: Mapping[str, Parameter], mesh: Mesh | None, progress: _Progress | None
 ) -> Iterator[tuple[Parameter, list[Array]]]:
     """Yields each parameter and its tensors when the last is read: file by file, one tensor at a time."""
     placed: dict[str, Array] = {}
@@ -208,9 +195,8 @@ def _read(
                     continue
                 # Transfers that queue up would each hold a tensor on the host, and so would the references to
                 # finished ones, which JAX drops only when Python collects garbage (the youngest is enough).
-                placed[name] = jax.block_until_ready(
-                    read_tensor(_view(shard, tensor), tensor.shape, parameter.stored_spec, mesh)
-                )
+                value = read_tensor(_view(shard, tensor), tensor.shape, parameter.stored_spec, mesh)
+                placed[name] = jax.block_until_ready(value)
                 gc.collect(0)
                 done += tensor.bytes
                 if progress is not None:
@@ -289,9 +275,7 @@ def _check_tensors(
         require(fits, f"{given}, the model's config asks for {list(shape)} and one of {allowed}")
         if found.dtype == CODES and format_ is not None:
             scale, shapes = stored.get(scale_name(name, stored)), format_.scale_shapes(shape)
-            held = (
-                "there are none" if scale is None else f"tensor {scale.name!r} has {list(scale.shape)} of {scale.dtype}"
-            )
+            held = f"tensor {scale.name!r} has {list(scale.shape)} of {scale.dtype}" if scale else "there are none"
             fits = scale is not None and scale.shape in shapes and scale.dtype in _STORED_BYTES
             require(fits, f"{given}, and its scales must have one of the shapes {list(map(list, shapes))}: {held}")
             used.add(scale_name(name, stored))
@@ -388,7 +372,7 @@ def join_tensors(
             scale = jnp.asarray(scale)[rows[:, None], columns]
         return (tensor.astype(jnp.float32) * scale).astype(dtype)
 
-    return constrained(layout.join(list(map(numbers, tensors, scales))), mesh, spec)
+    return sharding.constrained(layout.join(list(map(numbers, tensors, scales))), mesh, spec)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "specs", "mesh"))
@@ -406,4 +390,4 @@ def quantize_kernel(
         shapes = layout.tensor_shapes
         scale = layout.join([jnp.broadcast_to(x[:, 0], shape) for x, shape in zip(scales, shapes, strict=True)])
     parts = quantize(jnp.moveaxis(kernel, 0, -1), scale)
-    return [constrained(part, mesh, spec) for part, spec in zip(parts, specs, strict=True)]
+    return [sharding.constrained(part, mesh, spec) for part, spec in zip(parts, specs, strict=True)]

@@ -50,12 +50,8 @@ def device_graphdef(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLik
     `config` is the whole model's; `devices` are those on "model", which fit it (`check_mesh`). Cached, because it takes
     seconds to build a decoder of many layers.
     """
-    part = dataclasses.replace(
-        config,
-        num_heads=config.num_heads // devices,
-        num_kv_heads=config.num_kv_heads // devices,
-        intermediate_size=config.intermediate_size // devices,
-    )
+    parted = ("num_heads", "num_kv_heads", "intermediate_size")
+    part = dataclasses.replace(config, **{name: getattr(config, name) // devices for name in parted})
     options: Any = {"dtype": dtype, "param_dtype": param_dtype, "chunks": layer_chunks(config, devices)}
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(part, sharded=True, **options, rngs=nnx.Rngs(0))))
 
@@ -141,10 +137,8 @@ def shard_decoder(decoder: Decoder, mesh: Mesh) -> Decoder:
     ValueError where the mesh does not fit the model.
     """
     check_mesh(mesh, decoder.config)
-    mesh = whole_mesh(mesh)
-    sharded = {
-        each.path: each.variable.replace(settled(each.variable[...], each, mesh)) for each in parameters(decoder)
-    }
+    mesh, found = whole_mesh(mesh), parameters(decoder)
+    sharded = {each.path: each.variable.replace(settled(each.variable[...], each, mesh)) for each in found}
     return nnx.merge(nnx.graphdef(decoder), nnx.from_flat_state(sharded))
 
 
