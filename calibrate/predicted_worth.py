@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from tca_jax.calibration import repetition
+from tca_jax.calibration.repetition import CHUNK, TARGETS, LayerInputs, LayerTargets, chat_frame
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import Encoder, encode_verbatim
@@ -46,7 +47,7 @@ def pack_texts(lm: Encoder, texts: Iterable[str | Sequence[int]], count: int, to
 
     Each one begins as a user's text in the chat template does. ValueError if tokens are missing, with their number.
     """
-    opening, packed, text = repetition.chat_frame(lm)[0], list[list[int]](), list[int]()
+    opening, packed, text = chat_frame(lm)[0], list[list[int]](), list[int]()
     size = tokens - len(opening)
     require(size > 0, f"the chat template of {lm.name} takes {len(opening):,} of tokens = {tokens:,}: raise tokens")
     for each in texts:
@@ -66,8 +67,8 @@ def fit_worth(
     lm: LM,
     texts: Sequence[Sequence[int]],
     *,
-    targets: Sequence[str] = repetition.TARGETS[:1],
-    chunk: int = repetition.CHUNK,
+    targets: Sequence[str] = TARGETS[:1],
+    chunk: int = CHUNK,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, WorthMaps]:
     """Fits maps for each of `targets` on the first half of the texts; measures them on the others.
@@ -78,9 +79,9 @@ def fit_worth(
     width, columns = lm.config.hidden_size + 1, lm.config.num_kv_heads * len(targets)
     sums = [_Sums(jnp.zeros((width, width)), jnp.zeros((width, columns)))] * lm.config.num_layers
     weights = np.zeros((lm.config.num_layers, lm.config.num_kv_heads))
-    places = np.array([repetition.TARGETS.index(name) for name in targets])
+    places = np.array([TARGETS.index(name) for name in targets])
 
-    def targets_of(ids: Sequence[int], layers: list[repetition.LayerInputs]) -> list[repetition.LayerTargets]:
+    def targets_of(ids: Sequence[int], layers: list[LayerInputs]) -> list[LayerTargets]:
         """Targets of a text in all layers."""
         rows = repetition.repetition_rows(ids, request, chunk)
         found = dict(repetition.text_targets(lm, ids, layers, rows))
