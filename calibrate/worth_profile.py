@@ -88,7 +88,7 @@ class WorthProfile:
 
     def with_kept(self, kept: float | None = None, selected: float | None = None) -> WorthProfile:
         """The profile with other shares, in (0, 1]; nothing is calibrated again."""
-        given = {"kept": kept, "selected": selected}
+        given: dict[str, Any] = {"kept": kept, "selected": selected}
         return dataclasses.replace(self, **{name: share for name, share in given.items() if share is not None})
 
     def kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
