@@ -142,8 +142,7 @@ class Engine(AbstractContextManager["Engine"]):
     def read(self, document: Prompt) -> str:
         """Reads a document: text, a chat or token ids. ValueError if it is too long for the model or the pool.
 
-        Returns:
-            Its id, at once: questions about it wait until it is read. The same document has the same id.
+        Returns its id, at once: questions about it wait until it is read. The same document has the same id.
         """
         ids = encode_prompt(self.lm, document, "document")
         require_positions("document", len(ids), 0, self.lm)
@@ -151,11 +150,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._post(lambda: self._found(ids, (len(ids),)).id).result()
 
     def append(self, document: str, more: Prompt) -> str:
-        """Appends text, token ids, or a chat beyond the document; the shorter document stays.
-
-        Returns:
-            The id of the longer document, at once.
-        """
+        """Appends text, token ids, or a chat beyond the document, which stays; the longer one's id, at once."""
         known = self.document(document)
         ids = self._appended(known, more, "more", 0)
         tokens, parts = known.tokens + ids, (*known.parts, len(ids))
@@ -192,10 +187,7 @@ class Engine(AbstractContextManager["Engine"]):
     def wait(self, document: str, timeout: float | None = None, *, stored: bool = False) -> Document:
         """Waits at most `timeout` seconds until a document is read, and `stored` on disk.
 
-        Raises:
-            ValueError: it cannot be read.
-            TimeoutError: it takes longer.
-            OSError: it cannot be stored.
+        ValueError if it cannot be read, OSError if it cannot be stored, TimeoutError if it takes longer.
         """
         found, wanted = self.document(document), "read and stored" if stored else "read"
         done = self._wait_until(lambda: found.state != "waiting" and not (stored and found.storing), timeout)
