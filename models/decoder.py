@@ -229,7 +229,7 @@ class Decoder(nnx.Module):
             positions: Of each token in its row. Padding repeats the row's last position (this matters for dynamic RoPE
                 only, whose frequencies follow the row's length so far).
             attention: Called once per layer, with RoPE applied and queries unscaled: it multiplies by 1 / sqrt(d).
-            states: What each layer's attention gets as `state`: a pytree, or None. ValueError unless there is one each.
+            states: What each layer's attention gets as `state`: a pytree, or None. ValueError unless each has one.
         """
         must = f"must be one for each of {self.config.num_layers} layers"
         require(len(states) == self.config.num_layers, f"states has {len(states)} entries: {must}")
