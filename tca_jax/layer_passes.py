@@ -23,8 +23,7 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import parameter_specs
 
-#: Axis 0 of a result or an argument is KV heads, or query heads.
-HEADS = PartitionSpec(MODEL)
+HEADS = PartitionSpec(MODEL)  # axis 0 of a result or an argument is KV heads, or query heads
 LayerProgram = Callable[..., Any]  # what `layer_program` makes
 #: A figure of each token from the last layer's stream: `measure(decoder, x [1, n, D], targets [1, n]) -> [1, n]`.
 Measure = Callable[[Decoder, Array, Array], Array]
@@ -96,12 +95,10 @@ class LayerPass:
     def layers(
         self,
         program: LayerProgram,
-        # Gives the arrays that it takes between RoPE's angles and the last ones, by the number of the layer.
-        arrays: Callable[[int], tuple[Any, ...]] = lambda number: (),
+        arrays: Callable[[int], tuple[Any, ...]] = lambda number: (),  # those between RoPE's angles and the last ones
         *,
         inputs: list[Array] | None = None,  # gets the stream in front of every layer
-        # Gives static arguments that differ between layers, by the number of the layer.
-        of_layer: Callable[[int], Mapping[str, Any]] = lambda number: {},
+        of_layer: Callable[[int], Mapping[str, Any]] = lambda number: {},  # static arguments that differ between layers
         **static: Any,
     ) -> Iterator[Any]:
         """Runs every layer by an `attention_program`; yields its measurements."""
@@ -116,8 +113,7 @@ class LayerPass:
 
     def backward(
         self,
-        # From the derivative by the stream after a layer, and the layer's inputs, to that by the stream in front.
-        program: LayerProgram,
+        program: LayerProgram,  # from the derivative by the stream after a layer, and its inputs, to that in front
         arrays: Callable[[int], tuple[Any, ...]],
         inputs: list[Array],  # the stream in front of every layer; empty in the end
         weights: Float32[np.ndarray, " P"],

@@ -30,8 +30,7 @@ class CacheLayout:
     block_size: int  # tokens in a block and in a page, b
     window: int  # least number of local tokens, w, a multiple of b
     batch: int  # rows, B
-    # Pages of kept tokens, `[layers][devices][H_kv]`, H_kv the KV heads of a device.
-    kept_pages: tuple[tuple[tuple[int, ...], ...], ...]
+    kept_pages: tuple[tuple[tuple[int, ...], ...], ...]  # of kept tokens, `[layers][devices][H_kv]`, heads of a device
     window_columns: int  # most blocks from the first in a row's window to the last that is ever fed
     prompt_tokens: int  # padded length of the prompts, L
     mean_pages: int  # of a head, for the means of evicted tokens

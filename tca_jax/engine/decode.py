@@ -32,20 +32,17 @@ from tca_jax.programs import STEP, Program
 class DecodingState:
     """Everything that one decoding step reads and writes. A row is one answer."""
 
-    # New tokens, padding behind. Token t is in column t mod N: a server reads tokens before their columns are reused.
-    tokens: Int[Array, "B N"]
+    tokens: Int[Array, "B N"]  # new ones, padding behind; t in column t mod N: a server reads it before that is reused
     step: Int[Array, " B"]  # how many of them were drawn
     last: Int[Array, " B"]  # the newest token: the next step feeds it at position `lengths + step - 1`
     done: Bool[Array, " B"]  # rows whose answer has ended
     lengths: Int[Array, " B"]  # tokens before the answer
     keys: Key[Array, " B"]  # step t draws with `fold_in(key, t)`
     seen: Bool[Array, "B V"] | None  # tokens in prompt or answer; None without a repetition penalty
-    # Tokens that end a row; where rows differ, filled up with the vocabulary's size, which is no token.
-    stop_tokens: Int[Array, "*B S"]
+    stop_tokens: Int[Array, "*B S"]  # end a row; where rows differ, filled up with the vocabulary's size, no token
     min_new_tokens: Int[Array, "*B"] | None  # before which no stop token is drawn; None for none
     logprobs: Float[Array, "B N"] | None  # under the model, before any of the sampling's steps; None unless requested
-    # The likeliest tokens at each place and their log-probabilities; None unless requested.
-    top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None
+    top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None  # likeliest at each place; None unless requested
     finite: Bool[Array, " B"]  # rows whose prompt led to finite logits
     cache: Rows  # what the answers continue from
     attended_share: Float32[Array, " B"] | None = None  # see `generation.Stats`; None of a server's rows

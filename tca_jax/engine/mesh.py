@@ -28,21 +28,15 @@ from tca_jax.models.sharding import DATA, axis_size, parameter_specs
 if TYPE_CHECKING:
     from tca_jax.engine.lm import LM
 
-#: Of a field of a pytree that is static.
-STATIC = MappingProxyType({"static": True})
+STATIC = MappingProxyType({"static": True})  # of a field of a pytree that is static
+Orders = tuple[tuple[int, ...], ...]  # for each layer the KV heads as they lie on the devices
 
-#: Sharding of an argument or a result on a mesh: replicated on all devices, ...
-SAME = PartitionSpec()
-#: ... axis 0 is the rows of a batch, ...
-ROWS = PartitionSpec(DATA)
-#: ... caches, whose arrays have two axes in front of those that programs see: the devices on "data" and on "model", ...
-CACHES = PartitionSpec(DATA, MODEL)
-#: ... or axis 1 is KV heads.
-SECOND_HEADS = PartitionSpec(None, MODEL)
-#: Stands for the partition specs of a decoder layer's weights.
-WEIGHTS = "weights"
-#: For each layer the KV heads as they lie on the devices.
-Orders = tuple[tuple[int, ...], ...]
+#: Shardings of arguments and results on a mesh.
+SAME = PartitionSpec()  # replicated on all devices
+ROWS = PartitionSpec(DATA)  # axis 0 is the rows of a batch
+CACHES = PartitionSpec(DATA, MODEL)  # in front of the axes that programs see are the devices on "data" and on "model"
+SECOND_HEADS = PartitionSpec(None, MODEL)  # axis 1 is KV heads
+WEIGHTS = "weights"  # stands for the partition specs of a decoder layer's weights
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,7 @@ from tca_jax.errors import UserError, require
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA, whole_mesh
 
-#: Most tokens of the prompts whose caches are balanced.
-BALANCED_TOKENS = 2**17
+BALANCED_TOKENS = 2**17  # most tokens of the prompts whose caches are balanced
 
 
 def parse_mesh(text: str, argument: str) -> Mesh:

@@ -47,13 +47,11 @@ def empty_rows(lm: LM, rows: int, widths: Widths, pages: int, dtype: Any) -> Row
 #: than the host calls the next one. Selection in all layers would compile for half a minute.
 _ONE_PROGRAM = 4096
 
-#: Prompt length up to which attention under scores compiles once for an octave: padding costs up to 3% of reading.
-_OCTAVE_TOKENS = 65536
+_OCTAVE_TOKENS = 65536  # up to which attention under scores compiles once for an octave: padding costs up to 3%
 
 #: Starts programs that follow a reading: gets the shapes of logits, rows and shares if its own had to be compiled.
 Then = Callable[[Any, Any, Any], None]
-#: Rows of a device, entries of their tables, pages of their pool.
-RowSizes = tuple[int, Widths, int]
+RowSizes = tuple[int, Widths, int]  # rows of a device, entries of their tables, pages of their pool
 
 
 class ReadRows(NamedTuple):
@@ -472,8 +470,7 @@ def _highest(
 
 
 begin_program = Program(OverMesh(_begin, (ROWS, ROWS), (ROWS, ROWS, ROWS, ROWS, CACHES)))
-#: Queries and attention's output on a mesh.
-OUT = PartitionSpec(DATA, None, MODEL)
+OUT = PartitionSpec(DATA, None, MODEL)  # of queries and attention's output on a mesh
 _INPUTS: Any = OUT, OUT, OUT, PartitionSpec(DATA, MODEL)
 _LAYER: Any = WEIGHTS, ROWS, ROWS, ROWS
 _SIZES: Any = ROWS, ROWS, SAME, SAME, SAME

@@ -25,16 +25,12 @@ from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.numerics import cdiv
 
-#: One number for every KV head, or one for all of them.
-PerHead = int | tuple[int, ...]
-#: A window that no sequence fills: nothing ever leaves it. A multiple of every block size.
-UNBOUNDED = 2**30
+PerHead = int | tuple[int, ...]  # one number for every KV head, or one for all of them
+UNBOUNDED = 2**30  # a window that no sequence fills: nothing ever leaves it. A multiple of every block size
 #: Radians a position by which RoPE turns each pair (i, i + d / 2) of a head's dimensions, `[d / 2]`.
 Frequencies = tuple[float, ...]
-#: The number of a layer: a Python integer, or data where layers share a program.
-Layer = int | Array
-#: A number of tokens: a Python integer, or an array of them, traced or not.
-Tokens = TypeVar("Tokens", int, Any)
+Layer = int | Array  # the number of a layer: a Python integer, or data where layers share a program
+Tokens = TypeVar("Tokens", int, Any)  # a number of tokens: a Python integer, or an array of them, traced or not
 
 
 @runtime_checkable

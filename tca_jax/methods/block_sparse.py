@@ -16,16 +16,14 @@ from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks, prefill_attention
 
-#: Entries of an estimate, of the attention of a block of queries or of lists, that lie in memory at once.
-_MOST_ENTRIES = 2**27
+_MOST_ENTRIES = 2**27  # in memory at once, of an estimate, of the attention of a block of queries or of lists
 
 
 class Listed(NamedTuple):
     """Keys that the queries of a tile, a block of the prompt, attend to besides their own block."""
 
-    # First tokens of key blocks, which do not overlap and end left of the tile; the first `counts` count.
-    blocks: Int[Array, "B G N C"]
-    counts: Int[Array, "B G N"]
+    blocks: Int[Array, "B G N C"]  # first tokens of key blocks, which do not overlap and end left of the tile
+    counts: Int[Array, "B G N"]  # how many of these count, from the first
     columns: Bool[Array, "B G L"]  # single tokens that all later queries attend to
 
 

@@ -56,5 +56,4 @@ def full() -> Method:
     return Method("full", FullPrefill(), FullCache())
 
 
-#: What a model runs under until it is given a method, and what the others are compared with.
-BASELINE = full()
+BASELINE = full()  # what a model runs under until it is given a method, and what the others are compared with

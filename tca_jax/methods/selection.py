@@ -16,16 +16,14 @@ from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.token_scores import TokenScores, token_scores
 
-#: Added to the score of a reserved token, which puts it in front of all others: no score passes 1.
-_AHEAD = 2.0
+_AHEAD = 2.0  # added to the score of a reserved token, which puts it in front of all others: no score passes 1
 
 
 class PromptScores(NamedTuple):
     """All that a selection needs to know of a prompt, whatever the budgets."""
 
     scored: TokenScores  # token scores and block statistics
-    # tokens that every row of budgets keeps [B, Hkv, L], all in ranked blocks; None where the config has no reserve
-    # or no prompt of this shape has ranked blocks
+    # tokens of ranked blocks that every row of budgets keeps; None without a reserve or ranked blocks of this shape
     reserved: Bool[Array, "B Hkv L"] | None
 
     @property

@@ -22,7 +22,6 @@ class StreamingCache(CachePolicy):
     """The first `sinks` tokens and the window."""
 
     layers_differ: ClassVar[bool] = False
-
     sinks: int = 4  # tokens kept from the start of the sequence
     window: int = 4096  # least number of local tokens, a multiple of `block_size`
     block_size: int = 128  # tokens in a block, a power of two

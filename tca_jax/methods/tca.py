@@ -18,8 +18,7 @@ from tca_jax.methods.regions import Selection
 from tca_jax.methods.selection import select_by_candidates
 from tca_jax.methods.sparse import SparsePrefill
 
-#: A row of `candidate_budgets` for each KV head, `[layers][H_kv]`, or one for all of them.
-Rows = tuple[tuple[int, ...], ...] | int
+Rows = tuple[tuple[int, ...], ...] | int  # of `candidate_budgets`, of each KV head, `[layers][H_kv]`, or one for all
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any
 from tca_jax.errors import require, require_name
 from tca_jax.methods.registry import names, option_names
 
-#: Name and options of a method, or of each of the two that a pair joins.
-Parts = tuple[tuple[str, Mapping[str, Any]], ...]
+Parts = tuple[tuple[str, Mapping[str, Any]], ...]  # name and options of a method, or of each of the two of a pair
 
 
 def parse_parts(
