@@ -116,24 +116,20 @@ class CacheLayout:
         """Whether a prompt of this shape can have ranked blocks; otherwise it fits its window."""
         return num_ranked_blocks(self.prompt_tokens, self.block_size, self.window) > 0
 
-    @property
+    @functools.cached_property
     def num_pages(self) -> int:
         """Pages of the pool, as many as the device needs that needs most."""
         of_head = self.num_window_pages + self.mean_pages + self.begun_pages
-        kept = int(self._row_pages.sum(axis=1).max())
+        own = np.asarray(self.kept_pages, np.int32).sum(axis=2).T.reshape(len(self.kept_pages[0]), -1, self.pool_layers)
+        of_pools = own.sum(axis=2)  # pages of kept tokens of a row on each device, by the layers that share them
+        of_pools = np.minimum(of_pools, [self.shared_by_row(pool) for pool in range(of_pools.shape[1])])
+        kept = int(of_pools.sum(axis=1).max())
         return self.batch * (self.num_layers * self.num_kv_heads * of_head + kept)
 
     @property
     def pool_layers(self) -> int:
         """Adjacent layers that share one range of pages for kept tokens; 1 without sharing."""
         return self.num_layers // len(self.shared_pages) if self.shared_pages else 1
-
-    @functools.cached_property
-    def _row_pages(self) -> Int[np.ndarray, "devices pools"]:
-        """Pages of kept tokens of a row on each device, by the layers that share them."""
-        own = np.asarray(self.kept_pages, np.int32).sum(axis=2).T
-        pools = own.reshape(len(own), -1, self.pool_layers).sum(axis=2)
-        return np.minimum(pools, [self.shared_by_row(pool) for pool in range(pools.shape[1])])
 
     def shared_by_row(self, pool: int) -> int:
         """Most pages that the heads of a row and device share, in the layers of an entry of `shared_pages`."""

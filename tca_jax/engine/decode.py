@@ -32,7 +32,7 @@ from tca_jax.programs import STEP, Program
 class DecodingState:
     """Everything that one decoding step reads and writes. A row is one answer."""
 
-    tokens: Int[Array, "B N"]  # new ones, padding behind; t in column t mod N: a server reads it before that is reused
+    tokens: Int[Array, "B N"]  # new ones, padding behind; token t in column t mod N, which a server reads before reuse
     step: Int[Array, " B"]  # how many of them were drawn
     last: Int[Array, " B"]  # the newest token: the next step feeds it at position `lengths + step - 1`
     done: Bool[Array, " B"]  # rows whose answer has ended
@@ -219,16 +219,11 @@ def draw(
             if top is not None:
                 values, likeliest = jax.lax.top_k(of_all, top[0].shape[-1])
                 top = top[0].at[place].set(likeliest, mode="drop"), top[1].at[place].set(values, mode="drop")
-        return dataclasses.replace(
-            state,
-            tokens=state.tokens.at[place].set(token, mode="drop"),
-            step=state.step + running,
-            last=jnp.where(running, token, state.last),
-            done=state.done | (running & (token[:, None] == state.stop_tokens).any(axis=-1)),
-            seen=seen,
-            logprobs=logprobs,
-            top=top,
-        )
+        tokens, step = state.tokens.at[place].set(token, mode="drop"), state.step + running
+        last = jnp.where(running, token, state.last)
+        done = state.done | (running & (token[:, None] == state.stop_tokens).any(axis=-1))
+        drawn = {"tokens": tokens, "step": step, "last": last, "done": done}
+        return dataclasses.replace(state, **drawn, seen=seen, logprobs=logprobs, top=top)
 
 
 @functools.partial(jax.jit, static_argnames=("rows",))

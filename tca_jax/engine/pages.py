@@ -103,18 +103,11 @@ class Rows(PerDevice):
             jnp.full((*shape, widths.means * page_size), MASKED, jnp.float32),
             jnp.zeros(shape[:2], jnp.int32),
         )
-        return cls(
-            empty(pool, dtype),  # no running row reads what no token fills
-            empty(pool, dtype),
-            FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(0)),
-            jnp.full((*shape, widths.kept + widths.window), pages, jnp.int32),
-            jnp.zeros(shape, jnp.int32),
-            start=jnp.zeros(shape[1], jnp.int32),
-            own=jnp.zeros(shape[1], jnp.int32),
-            length=jnp.zeros(shape[1], jnp.int32),
-            scored=of_scores if scored else None,
-            window_pages=widths.window,
-        )
+        k, v = empty(pool, dtype), empty(pool, dtype)  # no running row reads what no token fills
+        free = FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(0))
+        table = jnp.full((*shape, widths.kept + widths.window), pages, jnp.int32)
+        kept, (start, own, length) = jnp.zeros(shape, jnp.int32), (jnp.zeros(shape[1], jnp.int32) for _ in range(3))
+        return cls(k, v, free, table, kept, start, own, length, of_scores if scored else None, widths.window)
 
     @property
     def page_size(self) -> int:
@@ -219,19 +212,11 @@ class Rows(PerDevice):
             flat = jnp.where(flat < none, flat, none + jnp.arange(len(flat)))  # none twice: a faster scatter
             new = tuple(encode(x.reshape(len(flat), b, -1), self.k) for x in values)
             pools = jax.tree.map(lambda x, y, at=flat: x.at[at].set(y, mode="drop", unique_indices=True), pools, new)
-        table = jnp.concatenate([kept_pages, of_window], axis=-1)
-        return dataclasses.replace(
-            self,
-            k=pools[0],
-            v=pools[1],
-            free=free,
-            pages=_put(self.pages, table, layer, row),
-            kept=_put(self.kept, held, layer, row),
-            start=_put(self.start, start, row),
-            own=_put(self.own, jnp.zeros_like(start), row),
-            length=_put(self.length, lengths, row),
-            scored=scored,
-        )
+        (k, v), table = pools, jnp.concatenate([kept_pages, of_window], axis=-1)
+        pages, kept_tokens = _put(self.pages, table, layer, row), _put(self.kept, held, layer, row)
+        start, own = _put(self.start, start, row), _put(self.own, jnp.zeros_like(start), row)
+        of_rows = {"start": start, "own": own, "length": _put(self.length, lengths, row)}
+        return dataclasses.replace(self, k=k, v=v, free=free, pages=pages, kept=kept_tokens, scored=scored, **of_rows)
 
     def _window_of(
         self, free: FreePages, wanted: Bool[Array, "*s C"], heads: int
@@ -351,15 +336,9 @@ class Rows(PerDevice):
         fresh, free = free.take(jnp.broadcast_to(shared, oldest.shape).astype(jnp.int32), 1, none)
         fresh = jnp.where(shared[..., None], fresh, oldest[..., None])
         window = jnp.where(out[..., None], jnp.concatenate([window[..., 1:], fresh], axis=-1), window)
-        return dataclasses.replace(
-            self,
-            k=pools[0],
-            v=pools[1],
-            free=free,
-            pages=_put(self.pages, jnp.concatenate([kept_pages, window], axis=-1), layer),
-            kept=_put(self.kept, kept, layer),
-            scored=scored,
-        )
+        (k, v), table = pools, jnp.concatenate([kept_pages, window], axis=-1)
+        pages, kept = _put(self.pages, table, layer), _put(self.kept, kept, layer)
+        return dataclasses.replace(self, k=k, v=v, free=free, pages=pages, kept=kept, scored=scored)
 
     def are_full(self, positions: Int[Array, " R"], start: Int[Array, " R"]) -> Bool[Array, " R"]:
         """Rows whose oldest block leaves before a token at this position."""
@@ -392,26 +371,16 @@ class Rows(PerDevice):
         kept, window = self.pages[..., : self.columns], self.pages[..., self.columns :]
         pages = on.concatenate([wider(kept, more.kept, none), wider(window, more.window, none)], axis=-1)
         if scored is not None:
-            scored = Scored(
-                wider(scored.scores, more.window * b, -np.inf),
-                wider(scored.pages, more.means, none),
-                wider(scored.bias, more.means * b, MASKED),
-                scored.raised,
-            )
+            scores, of_means = wider(scored.scores, more.window * b, -np.inf), wider(scored.pages, more.means, none)
+            scored = Scored(scores, of_means, wider(scored.bias, more.means * b, MASKED), scored.raised)
         return dataclasses.replace(self, pages=pages, scored=scored, window_pages=self.window_pages + more.window)
 
     def forked(self, source: Int[Array, " N"], most: Int[Array, " N"]) -> Rows:
         """Rows that continue the rows `source` up to `most` tokens: they share full pages and copy the others."""
         b, none, free = self.page_size, self.num_pages, self.free
-        rows = dataclasses.replace(
-            self,
-            pages=self.pages[:, source],
-            kept=self.kept[:, source],
-            start=self.start[source],
-            own=self.length[source] // b * b,
-            length=self.length[source],
-            scored=jax.tree.map(lambda x: x[:, source], self.scored),
-        )
+        pages, kept, scored = jax.tree.map(lambda x: x[:, source], (self.pages, self.kept, self.scored))
+        start, length = self.start[source], self.length[source]
+        rows = dataclasses.replace(self, kept=kept, start=start, own=length // b * b, length=length)
         copies: list[tuple[Array, Array]] = []
 
         def copied(table: Array, column: Array, begun: Array) -> Array:
@@ -422,24 +391,23 @@ class Rows(PerDevice):
             copies.append((jnp.where(here, table, 0).sum(axis=-1), jnp.where(begun, number[..., 0], none)))
             return jnp.where(here, number, table)
 
-        kept, window = jnp.split(rows.pages, [self.columns], axis=-1)
+        kept_pages, window = jnp.split(pages, [self.columns], axis=-1)
         if self.columns:
-            kept = copied(kept, rows.kept // b, rows.kept % b > 0)
-        last = jnp.broadcast_to(((rows.length - rows.start) // b)[:, None], rows.kept.shape)
+            kept_pages = copied(kept_pages, kept // b, kept % b > 0)
+        last = jnp.broadcast_to(((length - start) // b)[:, None], kept.shape)
         column = jnp.arange(self.window_pages)
         window = jnp.where(column <= last[..., None], window, none)  # pages without tokens are not shared
-        window = copied(window, last, jnp.broadcast_to((rows.length % b > 0)[:, None], rows.kept.shape))
-        window = jnp.where((column == last[..., None]) & (rows.length % b == 0)[:, None, None], none, window)
-        needed = jnp.minimum(self.window_pages, -(-(most - rows.start) // b))[:, None, None]
+        window = copied(window, last, jnp.broadcast_to((length % b > 0)[:, None], kept.shape))
+        window = jnp.where((column == last[..., None]) & (length % b == 0)[:, None, None], none, window)
+        needed = jnp.minimum(self.window_pages, -(-(most - start) // b))[:, None, None]
         missing = (column < needed) & (window == none)  # the same for all heads
         more, free = self._window_of(free, missing[:, :, 0], missing.shape[2])
         window = jnp.where(missing, more, window)
-        scored = rows.scored
         if scored is not None and scored.pages.shape[-1]:
-            blocks = jnp.broadcast_to((rows.start // b)[:, None], rows.kept.shape)
+            blocks = jnp.broadcast_to((start // b)[:, None], kept.shape)
             scored = scored._replace(pages=copied(scored.pages, blocks // b, blocks % b > 0))
         old, new = (jnp.concatenate([x.ravel() for x in each]) for each in zip(*copies, strict=True))
-        pools, pages = (self.k, self.v), jnp.concatenate([kept, window], axis=-1)
+        pools, pages = (self.k, self.v), jnp.concatenate([kept_pages, window], axis=-1)
         k, v = jax.tree.map(lambda x, begun: x.at[new].set(begun, mode="drop"), pools, _read_first(pools, old))
         return dataclasses.replace(rows, k=k, v=v, free=free, pages=pages, scored=scored)
 
