@@ -248,9 +248,8 @@ def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
         known = [*SHIPPED, *ALIASES]
         near = get_close_matches(name.lower(), known, n=3, cutoff=0.5)
         meant = f"Nearest aliases: {', '.join(near)}. All" if near else "Aliases"
-        raise UserError(
-            f"name_or_path = {name!r}: no such folder, Hub id (owner/name) or alias. {meant}: {', '.join(known)}"
-        )
+        none = f"name_or_path = {name!r}: no such folder, Hub id (owner/name) or alias"
+        raise UserError(f"{none}. {meant}: {', '.join(known)}")
     return _download(hub_id, revision)
 
 
@@ -264,10 +263,8 @@ def _download(hub_id: str, revision: str | None) -> Path:
     except OSError as error:
         reason = f"could not be downloaded and is not in the local Hub cache ({type(error).__name__}: {error})"
         if isinstance(error, RepositoryNotFoundError):
-            reason = (
-                "is not on the Hugging Face Hub, or needs a login: gated models such as LLaMA need `hf auth login` and "
-                "the licence accepted on their page"
-            )
+            login = "gated models such as LLaMA need `hf auth login` and the licence accepted on their page"
+            reason = f"is not on the Hugging Face Hub, or needs a login: {login}"
         raise FileNotFoundError(f"{hub_id} {reason}") from error
 
 

@@ -158,12 +158,9 @@ def _feed_layer(
 
     def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Rows, Array, Array | None]]:
         count = q.shape[1] // b
-        parts = [
-            None if y is None else jnp.swapaxes(y.reshape(y.shape[0], count, b, *y.shape[2:]), 0, 1)
-            for y in (q, k, v, scores)
-        ]
+        blocks = jax.tree.map(lambda y: y.reshape(len(y), count, b, *y.shape[2:]).swapaxes(0, 1), (q, k, v, scores))
         firsts = here.first + b * jnp.arange(count)[:, None]
-        state, out = jax.lax.scan(one_block, (rows, rows.start), (*parts[:3], firsts, parts[3]))
+        state, out = jax.lax.scan(one_block, (rows, rows.start), (*blocks[:3], firsts, blocks[3]))
         return jnp.swapaxes(out, 0, 1).reshape(q.shape), (*state, q if queries else None)
 
     x, filled = module(x, cos, sin, attention, None)
@@ -182,11 +179,8 @@ def _feed_end(
 
 _BEGUN: Any = ROWS, ROWS, ROWS, ROWS, CACHES
 _feed_begin_program = Program(OverMesh(_feed_begin, (ROWS, ROWS, ROWS, SAME, CACHES), _BEGUN), donate=(5,))
-_feed_program = Program(
-    OverMesh(_feed_layer, (WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), (ROWS, CACHES, ROWS, OUT)),
-    donate=(2, 3),
-    on_gpu=MANY_TOKENS,
-)
+_feed_over_mesh = OverMesh(_feed_layer, (WEIGHTS, ROWS, CACHES, ROWS, ROWS, ROWS, SAME), (ROWS, CACHES, ROWS, OUT))
+_feed_program = Program(_feed_over_mesh, donate=(2, 3), on_gpu=MANY_TOKENS)
 _feed_end_program = Program(OverMesh(_feed_end, (ROWS, ROWS, CACHES, ROWS, ROWS), (ROWS, ROWS, CACHES)), donate=(3,))
 
 
@@ -213,17 +207,15 @@ class Feeder:
         self, lm: LM, rows: Rows, tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> tuple[Rows, Float32[Array, "R V"]]:
         is_block = tokens.shape[1] == rows.page_size and _calls_are_slow(lm)
-        program = self._program(lm, rows, tokens, starts, lengths) if is_block else None
-        if program is not None:
-            return program(lm, rows, tokens, starts, lengths)
-        return feed(lm, rows, tokens, starts, lengths, self._calls, backend=self._backend)[:2]
+        given = lm, rows, tokens, starts, lengths
+        program = self._program(*given) if is_block else None
+        return program(*given) if program is not None else feed(*given, self._calls, backend=self._backend)[:2]
 
     def _program(self, lm: LM, rows: Rows, *tokens: np.ndarray) -> Compiled | None:
         key = rows.widths, rows.free.numbers.shape
         started = self._started.pop(key, None)
         if started is None:
-            given = lm, shapes_of(rows), *tokens
-            started = _feed_block_program.start_aside(*given, backend=self._backend)
+            started = _feed_block_program.start_aside(lm, shapes_of(rows), *tokens, backend=self._backend)
         self._started[key] = started  # least recently used first
         if len(self._started) > _MOST_SHAPES:
             del self._started[next(iter(self._started))]

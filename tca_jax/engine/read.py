@@ -474,17 +474,12 @@ OUT = PartitionSpec(DATA, None, MODEL)  # of queries and attention's output on a
 _INPUTS: Any = OUT, OUT, OUT, PartitionSpec(DATA, MODEL)
 _LAYER: Any = WEIGHTS, ROWS, ROWS, ROWS
 _SIZES: Any = ROWS, ROWS, SAME, SAME, SAME
-attend_program = Program(
-    OverMesh(_attend_layer, (*_LAYER, ROWS, CACHES, *_SIZES), (OUT, ROWS, CACHES)), donate=(5, 6), on_gpu=MANY_TOKENS
-)
-_project_program = Program(OverMesh(_project, (*_LAYER, SAME), _INPUTS), on_gpu=MANY_TOKENS)
-_attention_program = Program(
-    OverMesh(_attend_scored, (_INPUTS, SAME, ROWS, ROWS, SAME), (OUT, ROWS)), donate=(3,), on_gpu=MANY_TOKENS
-)
-_fill_program = Program(
-    OverMesh(_fill_and_choose, (_INPUTS, CACHES, *_SIZES), (CACHES, SAME)), donate=(2,), on_gpu=MANY_TOKENS
-)
-after_program = Program(OverMesh(_after_attention, (WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,), on_gpu=MANY_TOKENS)
+_program = functools.partial(Program, on_gpu=MANY_TOKENS)
+attend_program = _program(OverMesh(_attend_layer, (*_LAYER, ROWS, CACHES, *_SIZES), (OUT, ROWS, CACHES)), donate=(5, 6))
+_project_program = _program(OverMesh(_project, (*_LAYER, SAME), _INPUTS))
+_attention_program = _program(OverMesh(_attend_scored, (_INPUTS, SAME, ROWS, ROWS, SAME), (OUT, ROWS)), donate=(3,))
+_fill_program = _program(OverMesh(_fill_and_choose, (_INPUTS, CACHES, *_SIZES), (CACHES, SAME)), donate=(2,))
+after_program = _program(OverMesh(_after_attention, (WEIGHTS, ROWS, OUT, SAME), ROWS), donate=(2,))
 end_program = Program(OverMesh(_end, (WEIGHTS, ROWS, OUT, ROWS, ROWS), (ROWS, ROWS)))
 
 

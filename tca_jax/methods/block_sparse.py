@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.methods.base import Attended, Heads, Layer, PrefillPolicy
-from tca_jax.methods.regions import Regions, Selected, Selection, causal_pairs, sum_of_counts
+from tca_jax.methods.regions import Regions, Selection, causal_pairs, sum_of_counts
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.numerics import cdiv
@@ -67,15 +67,7 @@ class BlockSparsePrefill(PrefillPolicy):
         return 0
 
     def attend(
-        self,
-        layer: Layer,
-        heads: Heads,
-        q: Array,
-        k: Array,
-        v: Array,
-        lengths: Array,
-        selected: Selected | None,
-        backend: Backend,
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, selected: Any, backend: Backend
     ) -> Attended:
         (batch, tokens, kv_heads, _), group = k.shape, q.shape[2] // k.shape[2]
         if tokens <= self.dense_tokens:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array
 
 from tca_jax.methods.base import UNBOUNDED, Attended, CachePolicy, Heads, Layer, Method, PrefillPolicy
-from tca_jax.methods.regions import Selected, Selection, causal_pairs
+from tca_jax.methods.regions import Selection, causal_pairs
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
@@ -35,15 +35,7 @@ class FullPrefill(PrefillPolicy):
     layers_differ = False
 
     def attend(
-        self,
-        layer: Layer,
-        heads: Heads,
-        q: Array,
-        k: Array,
-        v: Array,
-        lengths: Array,
-        selected: Selected | None,
-        backend: Backend,
+        self, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, selected: Any, backend: Backend
     ) -> Attended:
         return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
 
