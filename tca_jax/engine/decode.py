@@ -222,7 +222,7 @@ def draw(
         tokens, step = state.tokens.at[place].set(token, mode="drop"), state.step + running
         last = jnp.where(running, token, state.last)
         done = state.done | (running & (token[:, None] == state.stop_tokens).any(axis=-1))
-        drawn = {"tokens": tokens, "step": step, "last": last, "done": done}
+        drawn: dict[str, Any] = {"tokens": tokens, "step": step, "last": last, "done": done}
         return dataclasses.replace(state, **drawn, seen=seen, logprobs=logprobs, top=top)
 
 

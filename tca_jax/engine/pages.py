@@ -212,11 +212,11 @@ class Rows(PerDevice):
             flat = jnp.where(flat < none, flat, none + jnp.arange(len(flat)))  # none twice: a faster scatter
             new = tuple(encode(x.reshape(len(flat), b, -1), self.k) for x in values)
             pools = jax.tree.map(lambda x, y, at=flat: x.at[at].set(y, mode="drop", unique_indices=True), pools, new)
-        (k, v), table = pools, jnp.concatenate([kept_pages, of_window], axis=-1)
-        pages, kept_tokens = _put(self.pages, table, layer, row), _put(self.kept, held, layer, row)
-        start, own = _put(self.start, start, row), _put(self.own, jnp.zeros_like(start), row)
-        of_rows = {"start": start, "own": own, "length": _put(self.length, lengths, row)}
-        return dataclasses.replace(self, k=k, v=v, free=free, pages=pages, kept=kept_tokens, scored=scored, **of_rows)
+        table = jnp.concatenate([kept_pages, of_window], axis=-1)
+        changed: dict[str, Any] = {"k": pools[0], "v": pools[1], "free": free, "scored": scored}
+        changed |= {"pages": _put(self.pages, table, layer, row), "kept": _put(self.kept, held, layer, row)}
+        changed |= {"start": _put(self.start, start, row), "own": _put(self.own, jnp.zeros_like(start), row)}
+        return dataclasses.replace(self, **changed, length=_put(self.length, lengths, row))
 
     def _window_of(
         self, free: FreePages, wanted: Bool[Array, "*s C"], heads: int
