@@ -15,7 +15,7 @@ from tca_jax.engine.prompts import pad_tokens
 from tca_jax.engine.read import Calls
 from tca_jax.lab.rivals.repetition import repeat
 from tca_jax.layer_passes import TextPass, layer_program
-from tca_jax.methods.base import CachePolicy, Heads, Method, compact, last_queries
+from tca_jax.methods.base import CachePolicy, Heads, Method, last_queries
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
@@ -66,7 +66,7 @@ def _read_layer(
     policy: Any = method.cache
 
     def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
-        heads, queries, selected = Heads.all(k.shape[2]), last_queries(q, lengths, policy.num_queries), None
+        heads, queries = Heads.all(k.shape[2]), last_queries(q, lengths, policy.num_queries)
         if policy.by_scores:
             positions = jnp.minimum(jnp.arange(x.shape[1]), lengths[:, None] - 1)
             scores = policy.score(settings, module.attention_norm(x), positions)
@@ -75,9 +75,7 @@ def _read_layer(
             chosen = prefill.choose(settings, q, k, v, scores, lengths, "auto")
             return prefill.attend_chosen(q, k, v, chosen, lengths, "auto").out, kept
         selection = policy.select(layer, heads, queries, k, v, lengths)
-        if method.prefill_reads_cache:
-            selected = compact(policy, layer, heads, selection, k, v, "auto")
-        out = prefill.attend(layer, heads, q, k, v, lengths, selected, "auto").out
+        out = prefill.attend(layer, heads, q, k, v, lengths, None, "auto").out  # selects again what it reads
         return out, _mask(policy, selection, lengths)
 
     return module(x, cos, sin, attention, None)

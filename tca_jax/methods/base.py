@@ -378,9 +378,11 @@ def last_queries(q: Float[Array, "B L Hq d"], lengths: Int[Array, " B"], count: 
 
 
 def compact(
-    policy: CachePolicy, layer: Layer, heads: Heads, selection: Selection, k: Array, v: Array, backend: Backend
+    policy: CachePolicy, layer: Layer, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
 ) -> Selected:
-    """Tokens that a prompt's queries attend to left of their windows, in a pool for this layer."""
+    """The tokens left of their windows that a policy selects for a prompt's queries, in a pool for this layer."""
+    with jax.named_scope("select"):
+        selection = policy.select(layer, heads, last_queries(q, lengths, policy.num_queries), k, v, lengths)
     batch, tokens, kv_heads, _ = k.shape
     capacities = (tokens,) * kv_heads
     if isinstance(layer, int):

@@ -8,17 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from tca_jax.methods.base import (
-    Attended,
-    CachePolicy,
-    Frequencies,
-    Heads,
-    Layer,
-    PrefillPolicy,
-    Wording,
-    compact,
-    last_queries,
-)
+from tca_jax.methods.base import Attended, CachePolicy, Frequencies, Heads, Layer, PrefillPolicy, Wording, compact
 from tca_jax.methods.regions import Selected, causal_pairs, selected_pairs
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
@@ -61,10 +51,7 @@ class SparsePrefill(PrefillPolicy):
         if not policy.num_ranked_blocks(tokens):
             return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
         if selected is None:
-            with jax.named_scope("select"):
-                queries = last_queries(q, lengths, policy.num_queries)
-                selection = policy.select(layer, heads, queries, k, v, lengths)
-            selected = compact(policy, layer, heads, selection, k, v, backend)
+            selected = compact(policy, layer, heads, q, k, v, lengths, backend)
         pool, budgets = selected.pool, selected.budgets
         sizes: dict[str, Any] = {"block_size": policy.block_size, "window": policy.window}
         with jax.named_scope("prefill_attention"):
