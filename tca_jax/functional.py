@@ -119,14 +119,12 @@ def _attend(
     config: TCAConfig,
     backend: Backend,
 ) -> Float[Array, "B L Hq d"]:
-    batch, length, kv_heads, _ = k.shape
-    b = config.block_size
+    (batch, length, kv_heads, _), b = k.shape, config.block_size
     # The candidates may be traced, so a region must hold what dense keeps: all ranked tokens.
     regions = Regions.plan(batch, (config.num_ranked_blocks(length) * b,) * kv_heads, b)
     # Which tokens are selected is no smooth function of q and k, and kernels have no derivatives.
     q_last, keys = jax.lax.stop_gradient((last_queries(q, lengths, config.num_queries), k))
     selection = select_by_candidates(q_last, keys, candidates, lengths, config)
-
     return attend_selection(q, k, v, selection, lengths, regions, b, config.window, backend)
 
 

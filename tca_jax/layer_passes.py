@@ -105,10 +105,9 @@ class LayerPass:
         for number in range(len(self._layers)):
             if inputs is not None:
                 inputs.append(self._x)
-            # No name holds what is passed: a stream and a layer's arrays go once the next ones are there.
-            self._x, measured = self._of_layer(
-                number, program, self._x, *self._angles, *arrays(number), **static, **of_layer(number)
-            )
+            options = {**static, **of_layer(number)}
+            # No name holds the arrays that are passed: a stream and a layer's go once the next ones are there.
+            self._x, measured = self._of_layer(number, program, self._x, *self._angles, *arrays(number), **options)
             yield measured
 
     def backward(

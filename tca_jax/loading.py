@@ -195,8 +195,7 @@ def check_options(
             _require_e4m3(f"{argument} = {value!r}")
     lack = "needs an NVIDIA GPU of compute capability 9.x (Hopper); leave it out"
     require(attention is None or can_run("mosaic_fp8"), f"attention = {attention!r} {lack}")
-    in_range = kept is None or (is_finite_number(kept) and 0 < kept <= 1)
-    require(in_range, f"kept = {kept!r}: must be in (0, 1]")
+    require(kept is None or (is_finite_number(kept) and 0 < kept <= 1), f"kept = {kept!r}: must be in (0, 1]")
     require(kept is None or profile is not None, f"kept = {kept}: goes with a profile of predicted worth; pass profile")
     if dtype is None:
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

@@ -24,16 +24,10 @@ _ON_GPU: Mapping[str, Any] = MappingProxyType({"xla_disable_hlo_passes": "remate
 #: For steps of decoding: a CUDA graph runs kernels beside each other that do not need each other, as the writes of keys
 #: and of values, for which XLA gives each its own memory.
 STEP: Mapping[str, Any] = MappingProxyType({**_ON_GPU, "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"})
-#: For layers of many tokens: no CUDA graphs, since to update one with other addresses takes as long as launches;
-#: products by cuBLAS alone, sums by one emitter, or XLA would compile and time several kernels for each.
-MANY_TOKENS: Mapping[str, Any] = MappingProxyType(
-    {
-        **_ON_GPU,
-        "xla_gpu_graph_min_graph_size": 2**30,
-        "xla_gpu_enable_triton_gemm": False,
-        "xla_gpu_experimental_enable_fusion_autotuner": False,
-    }
-)
+# Products by cuBLAS alone, sums by one emitter, or XLA would compile and time several kernels for each.
+_UNTIMED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_experimental_enable_fusion_autotuner": False}
+#: For layers of many tokens: no CUDA graphs, since to update one with other addresses takes as long as launches.
+MANY_TOKENS: Mapping[str, Any] = MappingProxyType({**_ON_GPU, "xla_gpu_graph_min_graph_size": 2**30, **_UNTIMED})
 OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
 _kept: dict[_Key, Compiled] = {}  # least recently used first
 _compilers = ThreadPoolExecutor(4, thread_name_prefix="tca-jax-compile")

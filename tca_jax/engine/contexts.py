@@ -78,28 +78,18 @@ def identity_of(lm: LM) -> ContextIdentity:
 
 @dataclasses.dataclass(frozen=True)
 class ContextStats:
-    """Costs of a context.
+    """Costs of a context; shares are means over rows, layers and heads, of keys or of queries."""
 
-    Attributes:
-        tokens: Tokens of each row.
-        kv_cache_bytes: Bytes of the pages that it uses, on all devices.
-        full_kv_cache_bytes: Bytes of a context of as many tokens under full attention.
-        kept_share: Share of the tokens that the caches hold, mean over rows, layers and KV heads.
-        attended_share: Share of the prompt's causal pairs (query, key) that its queries attended to, mean over rows,
-            layers and query heads: of the tokens that the first `prefill` read, whatever was appended since.
-        compile_seconds: Tracing and compiling, in the `prefill` that made it; 0 when the programs were there.
-        prefill_seconds: Reading, in that `prefill`.
-        devices: Devices that hold it. Each of them allocates as much.
-    """
-
-    tokens: list[int]
-    kv_cache_bytes: int
-    full_kv_cache_bytes: int
-    kept_share: float
+    tokens: list[int]  # of each row
+    kv_cache_bytes: int  # of the pages that it uses, on all devices
+    full_kv_cache_bytes: int  # of a context of as many tokens under full attention
+    kept_share: float  # share of the tokens that the caches hold
+    # Share of the causal pairs (query, key) of the prompt that its queries attended to: of the tokens that the first
+    # `prefill` read, whatever was appended since.
     attended_share: float
-    compile_seconds: float
-    prefill_seconds: float
-    devices: int = 1
+    compile_seconds: float  # tracing and compiling, in the `prefill` that made it; 0 when the programs were there
+    prefill_seconds: float  # reading, in that `prefill`
+    devices: int = 1  # that hold it; each of them allocates as much
 
     @property
     def kv_cache_bytes_per_device(self) -> int:

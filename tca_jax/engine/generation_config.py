@@ -166,8 +166,7 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     known = isinstance(stop, str | Sequence | set | frozenset | None)
     require(known, f"stop = {stop!r}: must be a string or a sequence of strings", UserTypeError)
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    texts = all(isinstance(s, str) and s for s in strings)
-    require(texts, f"stop = {list(strings)!r}: must be non-empty strings")
+    require(all(isinstance(s, str) and s for s in strings), f"stop = {list(strings)!r}: must be non-empty strings")
     return strings
 
 

@@ -189,8 +189,7 @@ class LM:
         """The model as each device of its mesh runs it, under `jax.shard_map`, over its own part of the weights."""
         if self.graphdef is None:
             return self
-        devices = axis_size(self.mesh, MODEL)
-        graphdef = device_graphdef(self.config, self.dtype, self.weights_dtype, devices)
+        graphdef = device_graphdef(self.config, self.dtype, self.weights_dtype, axis_size(self.mesh, MODEL))
         return dataclasses.replace(self, graphdef=graphdef, params=params)
 
     @functools.cached_property

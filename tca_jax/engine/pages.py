@@ -97,12 +97,10 @@ class Rows(PerDevice):
     ) -> Rows:
         """Rows without tokens; all pages are free."""
         pages, page_size, _ = pool
-        of_scores = Scored(
-            jnp.full((*shape, widths.window * page_size), -jnp.inf, jnp.float32),
-            jnp.full((*shape, widths.means), pages, jnp.int32),
-            jnp.full((*shape, widths.means * page_size), MASKED, jnp.float32),
-            jnp.zeros(shape[:2], jnp.int32),
-        )
+        scores = jnp.full((*shape, widths.window * page_size), -jnp.inf, jnp.float32)
+        of_means = jnp.full((*shape, widths.means), pages, jnp.int32)
+        bias = jnp.full((*shape, widths.means * page_size), MASKED, jnp.float32)
+        of_scores = Scored(scores, of_means, bias, jnp.zeros(shape[:2], jnp.int32))
         k, v = empty(pool, dtype), empty(pool, dtype)  # no running row reads what no token fills
         free = FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(0))
         table = jnp.full((*shape, widths.kept + widths.window), pages, jnp.int32)

@@ -176,13 +176,11 @@ def score_answers(
     require_type("answers", answers, Collection, "a list with a list of answers for each prompt")
     for name, x in {"prompts": prompts, **{f"answers[{i}]": own for i, own in enumerate(answers)}}.items():
         require(not is_single(x, name), f"{name} is a single one: must be a list of texts, chats or ids", UserTypeError)
-    kernels = lm.kernels(backend)
-    counts = [len(of_prompt) for of_prompt in answers]
+    kernels, counts = lm.kernels(backend), [len(of_prompt) for of_prompt in answers]
     same = len(prompts) == len(counts) and len(set(counts)) == 1 and all(counts)
     allowed = f"must have as many for each of the {len(prompts)} prompts, at least 1"
     require(same, f"answers has {counts} entries: {allowed}")
-    times = counts[0]
-    checked = Prompts.of(lm, prompts, context)
+    times, checked = counts[0], Prompts.of(lm, prompts, context)
     held = 1 if context is None else context.batch
     require(held == 1, f"context has {held} rows: must have one, which all prompts share")
     before = checked.all_tokens
@@ -191,9 +189,9 @@ def score_answers(
         for i, of_prompt in enumerate(answers)
         for j, answer in enumerate(of_prompt)
     ]
-    checked.require_positions(*(max(map(len, rows[i : i + times])) - 1 for i in range(0, len(rows), times)))
-    logprobs, greedy = _score_rows(dataclasses.replace(checked, times=times), rows, kernels)
     of_prompts = [slice(i, i + times) for i in range(0, len(rows), times)]
+    checked.require_positions(*(max(map(len, rows[own])) - 1 for own in of_prompts))
+    logprobs, greedy = _score_rows(dataclasses.replace(checked, times=times), rows, kernels)
     return AnswerScores([logprobs[own] for own in of_prompts], [greedy[own] for own in of_prompts])
 
 

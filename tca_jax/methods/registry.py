@@ -102,8 +102,7 @@ def _parts(name: str, options: Mapping[str, Any]) -> list[tuple[str, Mapping[str
     unknown = sorted(set(options) - set(parts))
     require(not unknown, f"method {name!r} has no part {unknown}: options of a pair go by its parts, {parts}")
     for part, given in options.items():
-        mapping = isinstance(given, Mapping)
-        require(mapping, f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
+        require(isinstance(given, Mapping), f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
     return [(part, options.get(part, {})) for part in parts]
 
 

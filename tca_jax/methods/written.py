@@ -27,8 +27,7 @@ def parse_parts(
 
 def _part(text: str, where: str, more: Mapping[str, Sequence[str]]) -> tuple[str, Mapping[str, Any]]:
     name, _, listed = text.partition(":")
-    known = (*names(), *more)
-    require_name(f"{where}: {name!r} is not registered", name, known)
+    require_name(f"{where}: {name!r} is not registered", name, (*names(), *more))
     options = {}
     for option in listed.split(",") if listed else ():
         key, equals, value = option.partition("=")
