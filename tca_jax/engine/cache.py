@@ -121,7 +121,7 @@ class CacheLayout:
         """Pages of the pool, as many as the device needs that needs most."""
         of_head = self.num_window_pages + self.mean_pages + self.begun_pages
         own = np.asarray(self.kept_pages, np.int32).sum(axis=2).T.reshape(len(self.kept_pages[0]), -1, self.pool_layers)
-        of_pools = own.sum(axis=2)  # pages of kept tokens of a row on each device, by the layers that share them
+        of_pools = own.sum(axis=2)  # [devices, pools]: pages of a row's kept tokens, by the layers that share them
         of_pools = np.minimum(of_pools, [self.shared_by_row(pool) for pool in range(of_pools.shape[1])])
         kept = int(of_pools.sum(axis=1).max())
         return self.batch * (self.num_layers * self.num_kv_heads * of_head + kept)

@@ -42,7 +42,7 @@ class DecodingState:
     stop_tokens: Int[Array, "*B S"]  # end a row; where rows differ, filled up with the vocabulary's size, no token
     min_new_tokens: Int[Array, "*B"] | None  # before which no stop token is drawn; None for none
     logprobs: Float[Array, "B N"] | None  # under the model, before any of the sampling's steps; None unless requested
-    top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None  # likeliest at each place; None unless requested
+    top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None  # likeliest ids and logprobs; None unless requested
     finite: Bool[Array, " B"]  # rows whose prompt led to finite logits
     cache: Rows  # what the answers continue from
     attended_share: Float32[Array, " B"] | None = None  # see `generation.Stats`; None of a server's rows

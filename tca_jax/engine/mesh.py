@@ -34,7 +34,7 @@ Orders = tuple[tuple[int, ...], ...]  # for each layer the KV heads as they lie 
 #: Shardings of arguments and results on a mesh.
 SAME = PartitionSpec()  # replicated on all devices
 ROWS = PartitionSpec(DATA)  # axis 0 is the rows of a batch
-CACHES = PartitionSpec(DATA, MODEL)  # in front of the axes that programs see are the devices on "data" and on "model"
+CACHES = PartitionSpec(DATA, MODEL)  # two axes in front of those that programs see: devices on "data" and on "model"
 SECOND_HEADS = PartitionSpec(None, MODEL)  # axis 1 is KV heads
 WEIGHTS = "weights"  # stands for the partition specs of a decoder layer's weights
 

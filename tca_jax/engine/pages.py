@@ -104,7 +104,8 @@ class Rows(PerDevice):
         k, v = empty(pool, dtype), empty(pool, dtype)  # no running row reads what no token fills
         free = FreePages(jnp.arange(pages, dtype=jnp.int32), jnp.int32(0))
         table = jnp.full((*shape, widths.kept + widths.window), pages, jnp.int32)
-        kept, (start, own, length) = jnp.zeros(shape, jnp.int32), (jnp.zeros(shape[1], jnp.int32) for _ in range(3))
+        kept = jnp.zeros(shape, jnp.int32)
+        start, own, length = (jnp.zeros(shape[1], jnp.int32) for _ in range(3))
         return cls(k, v, free, table, kept, start, own, length, of_scores if scored else None, widths.window)
 
     @property

@@ -47,7 +47,7 @@ def empty_rows(lm: LM, rows: int, widths: Widths, pages: int, dtype: Any) -> Row
 #: than the host calls the next one. Selection in all layers would compile for half a minute.
 _ONE_PROGRAM = 4096
 
-_OCTAVE_TOKENS = 65536  # up to which attention under scores compiles once for an octave: padding costs up to 3%
+_OCTAVE_TOKENS = 65536  # length up to which scored attention compiles once an octave: padding costs up to 3% of reading
 
 #: Starts programs that follow a reading: gets the shapes of logits, rows and shares if its own had to be compiled.
 Then = Callable[[Any, Any, Any], None]
