@@ -101,7 +101,7 @@ class LayerPass:
         of_layer: Callable[[int], Mapping[str, Any]] = lambda number: {},  # static arguments that differ between layers
         **static: Any,
     ) -> Iterator[Any]:
-        """Runs every layer by an `attention_program`, with what functions give by its number; yields measurements."""
+        """Runs every layer by an `attention_program`, with arrays and options by its number; yields measurements."""
         for number in range(len(self._layers)):
             if inputs is not None:
                 inputs.append(self._x)
