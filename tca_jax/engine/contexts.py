@@ -161,16 +161,9 @@ class Context:
         rows, c, lengths = self.rows, self.identity.config, np.asarray(self.lengths)
         full = num_bytes(BASELINE.cache.block_size, rows.k.shape[-1], rows.k.dtype)
         pages = int((-(-lengths // BASELINE.cache.block_size)).sum()) * c.num_layers * c.num_kv_heads
-        return ContextStats(
-            tokens=lengths.tolist(),
-            kv_cache_bytes=rows.used_bytes,
-            full_kv_cache_bytes=2 * full * pages,
-            kept_share=rows.kept_share(lengths),
-            attended_share=float(np.mean(np.asarray(self.attended_share))),
-            compile_seconds=self.compile_seconds,
-            prefill_seconds=self.prefill_seconds,
-            devices=self.num_devices,
-        )
+        of_bytes, seconds = (rows.used_bytes, 2 * full * pages), (self.compile_seconds, self.prefill_seconds)
+        shares = rows.kept_share(lengths), float(np.mean(np.asarray(self.attended_share)))
+        return ContextStats(lengths.tolist(), *of_bytes, *shares, *seconds, self.num_devices)
 
     def require_made_by(self, lm: LM) -> None:
         """Raises ValueError, which names both sides, unless a model can continue the context as it is."""
@@ -242,18 +235,12 @@ class Context:
         parts |= {name: getattr(rows, name) for name in _PARTS}
         leaves = jax.tree_util.tree_leaves_with_path(parts)
         arrays = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
-        metadata = {
-            "format_version": FORMAT_VERSION,
-            "identity": dataclasses.asdict(self.identity),
-            "window": self.window,
-            "window_pages": rows.window_pages,
-            "shards": None if shards is None else dataclasses.asdict(shards),
-            "dtype": rows.k.dtype.name,
-            "library_version": importlib.metadata.version("tca-jax"),
-        }
+        versions = {"format_version": FORMAT_VERSION, "library_version": importlib.metadata.version("tca-jax")}
+        whose = {"identity": dataclasses.asdict(self.identity), "shards": shards and dataclasses.asdict(shards)}
+        sizes = {"window": self.window, "window_pages": rows.window_pages, "dtype": rows.k.dtype.name}
         # As bytes: NumPy has no bfloat16 of its own, and what is read back must be what was written, bit for bit.
-        arrays = {name: x.view(np.uint8) if x.dtype.name == metadata["dtype"] else x for name, x in arrays.items()}
-        save(_KIND, directory, arrays, metadata)
+        arrays = {name: x.view(np.uint8) if x.dtype.name == sizes["dtype"] else x for name, x in arrays.items()}
+        save(_KIND, directory, arrays, {**versions, **whose, **sizes})
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Context:
@@ -393,13 +380,9 @@ def _fields(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str,
     rows = Rows(**parts, free=free, window_pages=metadata["window_pages"])
     own, shards = metadata["identity"], metadata.get("shards")
     config = ModelConfig(**{**own["config"], "rope": RopeConfig(**own["config"]["rope"])})
-    return {
-        "identity": ContextIdentity(**{**own, "config": config}),
-        "rows": rows,
-        "window": metadata["window"],
-        "shards": shards and HeadShards(**shards),
-        **{name: part(name) for name in _OF_ROWS},
-    }
+    identity, shards = ContextIdentity(**{**own, "config": config}), shards and HeadShards(**shards)
+    fields = {"identity": identity, "rows": rows, "window": metadata["window"], "shards": shards}
+    return fields | {name: part(name) for name in _OF_ROWS}
 
 
 def _tuples(value: Any) -> Any:
