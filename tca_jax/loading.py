@@ -166,8 +166,9 @@ def open_checkpoint(name_or_path: Any, revision: str | None = None) -> Checkpoin
     if (folder / "adapter_config.json").exists():
         warnings.warn(f"{folder} holds an adapter, which is ignored: merge it into the weights", stacklevel=2)
     tokenizer = _load_tokenizer(folder, config.family)
-    eos = _eos_token_ids(folder, tokenizer, config.vocab_size)
-    return Checkpoint(folder, _display_name(name_or_path), config, tokenizer, eos)
+    path = Path(name_or_path).expanduser()
+    name = path.resolve().name if path.exists() else str(name_or_path)  # no path of this machine
+    return Checkpoint(folder, name, config, tokenizer, _eos_token_ids(folder, tokenizer, config.vocab_size))
 
 
 def _open_gguf(file: Path) -> Checkpoint:
@@ -265,12 +266,6 @@ def _download(hub_id: str, revision: str | None) -> Path:
             login = "gated models such as LLaMA need `hf auth login` and the licence accepted on their page"
             reason = f"is not on the Hugging Face Hub, or needs a login: {login}"
         raise FileNotFoundError(f"{hub_id} {reason}") from error
-
-
-def _display_name(name_or_path: str | os.PathLike[str]) -> str:
-    """The model's name in messages and profiles: no path of this machine, only the name of the folder or file."""
-    path = Path(name_or_path).expanduser()
-    return path.resolve().name if path.exists() else str(name_or_path)
 
 
 def _load_tokenizer(folder: Path, family: str) -> Any:

@@ -141,10 +141,7 @@ class CacheLayout:
         return 2 * num_bytes(self.num_pages * self.block_size, head_dim, dtype)
 
     def regions(self, layer: int | None) -> Regions:
-        """Where a selection puts a layer's kept tokens on their way to the pages: as large on all devices.
-
-        None: as large for all layers.
-        """
+        """Where a layer's kept tokens go on their way to the pages: as large on all devices; None: in all layers."""
         pages = np.asarray(self.kept_pages if layer is None else self.kept_pages[layer])
         widest = pages.reshape(-1, pages.shape[-1]).max(axis=0) * self.block_size
         shared = self.shared_by_row((layer or 0) // self.pool_layers) * self.block_size if self.shared_pages else None

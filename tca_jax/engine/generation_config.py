@@ -174,8 +174,7 @@ def check_stop_ids(ids: Any, name: str = "stop_token_ids") -> tuple[int, ...] | 
     """Token ids as integers; raises UserError where they are none."""
     if ids is None:
         return None
-    wrong = f"{name} = {ids!r}: must be a sequence of token ids, or None"
-    require(isinstance(ids, Iterable), wrong, UserTypeError)
+    require(isinstance(ids, Iterable), f"{name} = {ids!r}: must be a sequence of token ids, or None", UserTypeError)
     ids = tuple(ids.tolist() if hasattr(ids, "tolist") else ids)
     for token in ids:
         known = isinstance(token, numbers.Integral) and not isinstance(token, bool)

@@ -82,7 +82,6 @@ class OverMesh:
     def __call__(self, lm: LM, *args: Any, **static: Any) -> Any:
         if (mesh := lm.mesh) is None:
             return self._function(lm, *args, **static)
-
         given, args = (lm.parameter_specs, *self._inputs_of(lm, args)), (lm.params, *args)
         leaves, structure = jax.tree.flatten(args)
         specs = jax.tree.leaves(jax.tree.broadcast(given, args, is_leaf=_is_spec), is_leaf=_is_spec)
@@ -109,8 +108,7 @@ class OverMesh:
             dtype = min((leaf.dtype for leaf in jax.tree.leaves(weights)), key=lambda dtype: dtype.itemsize)
             return parameter_specs(lm.config, dtype)["layers"][0]
 
-        given = zip(self._inputs, args, strict=False)
-        return tuple(of_layer(arg) if spec is WEIGHTS else spec for spec, arg in given)
+        return tuple(of_layer(arg) if spec is WEIGHTS else spec for spec, arg in zip(self._inputs, args, strict=False))
 
     def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         """Places the arguments after the model on its mesh. Already placed arrays and shapes pass through."""

@@ -216,8 +216,7 @@ class Layers:
         """Starts `then`'s programs and those of all layers, the slowest first."""
         self.x, *self._angles, self.shares, _ = begin.shapes
         if then is not None:
-            shape = len(self._lengths), self._lm.config.vocab_size
-            then(jax.ShapeDtypeStruct(shape, jnp.float32), rows, self.shares)
+            then(jax.ShapeDtypeStruct((len(self._lengths), self._lm.config.vocab_size), jnp.float32), rows, self.shares)
         for number in range(self._lm.config.num_layers if self._lm.method.layers_differ else 1):
             self.out, *_ = self._first_half(number, rows, lambda *args, **own: self._start(*args, **own).shapes)
         self._start_second_halves()

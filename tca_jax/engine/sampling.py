@@ -83,8 +83,7 @@ def sample(
     penalty, temperature = _of_rows(sampling.repetition_penalty), _of_rows(sampling.temperature)
     if penalty is not None:
         assert seen is not None
-        penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        logits = jnp.where(seen, penalised, logits)
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if temperature is None or keys is None:
         return best

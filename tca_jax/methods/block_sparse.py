@@ -122,8 +122,7 @@ class BlockSparsePrefill(PrefillPolicy):
         left_out = columns | (jnp.arange(columns.shape[-1]) < ahead * size)
         far = FarBlocks(blocks, counts, left_out, means, means, no_bias, jnp.zeros_like(counts))
         operands = q, k, v, kept.pool, kept.budgets, lengths + ahead * size
-        out = prefill_attention(*operands, block_size=size, window=0, far=far, backend=backend)
-        return out[:, ahead * size :]
+        return prefill_attention(*operands, block_size=size, window=0, far=far, backend=backend)[:, ahead * size :]
 
 
 def lists_of_mask(mask: Bool[Array, "B G N N"], block_size: int, length: int) -> Listed:

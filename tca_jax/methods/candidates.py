@@ -74,8 +74,7 @@ def candidate_budgets(config: TCAConfig, num_blocks: int) -> Int32[Array, "M1 n"
 
 def eviction_budgets(config: TCAConfig) -> Int32[np.ndarray, " M1"]:
     """Tokens kept of a block that leaves the window in decode, max(1, floor(sum_k k p_k)) [M + 1]."""
-    means = candidate_distributions(config) @ budget_sizes(config)
-    return np.maximum(1, np.floor(means)).astype(np.int32)
+    return np.maximum(1, np.floor(candidate_distributions(config) @ budget_sizes(config))).astype(np.int32)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -91,8 +91,7 @@ def block_density(
         density = jnp.broadcast_to(_random_density(config.seed, heads, num_blocks), mass.shape)
     else:
         index = hhi if config.index == "hhi" else _entropy_index(scores, mass, config.block_size)
-        paper = config.density == "paper"
-        density = (1 - config.alpha) * mass + config.alpha * (1 - index if paper else index)
+        density = (1 - config.alpha) * mass + config.alpha * (1 - index if config.density == "paper" else index)
     return jnp.where(jnp.arange(num_blocks) < num_ranked[:, None, None], density, jnp.inf)
 
 

@@ -65,8 +65,7 @@ class TCACache(CachePolicy):
         if not isinstance(self.candidates, int):
             layers, heads = np.shape(self.candidates)
             given = f"candidates has {layers} layers of {heads} KV heads"
-            fits = (layers, heads) == (num_layers, num_kv_heads)
-            require(fits, f"{given}: must be {num_layers} of {num_kv_heads}")
+            require((layers, heads) == (num_layers, num_kv_heads), f"{given}: must be {num_layers} of {num_kv_heads}")
 
     def _of_layer(self, layer: Layer) -> Any:
         """Rows of a layer's KV heads `[H_kv]`, or a scalar for all of them; data where the layer's number is."""
