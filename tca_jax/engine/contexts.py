@@ -78,18 +78,28 @@ def identity_of(lm: LM) -> ContextIdentity:
 
 @dataclasses.dataclass(frozen=True)
 class ContextStats:
-    """Costs of a context; shares are means over rows, layers and heads, of keys or of queries."""
+    """Costs of a context.
 
-    tokens: list[int]  # of each row
-    kv_cache_bytes: int  # of the pages that it uses, on all devices
-    full_kv_cache_bytes: int  # of a context of as many tokens under full attention
-    kept_share: float  # share of the tokens that the caches hold
-    # Share of the causal pairs (query, key) of the prompt that its queries attended to: of the tokens that the first
-    # `prefill` read, whatever was appended since.
+    Attributes:
+        tokens: Tokens of each row.
+        kv_cache_bytes: Bytes of the pages that it uses, on all devices.
+        full_kv_cache_bytes: Bytes of a context of as many tokens under full attention.
+        kept_share: Share of the tokens that the caches hold, mean over rows, layers and KV heads.
+        attended_share: Share of the prompt's causal pairs (query, key) that its queries attended to, mean over rows,
+            layers and query heads: of the tokens that the first `prefill` read, whatever was appended since.
+        compile_seconds: Tracing and compiling, in the `prefill` that made it; 0 when the programs were there.
+        prefill_seconds: Reading, in that `prefill`.
+        devices: Devices that hold it. Each of them allocates as much.
+    """
+
+    tokens: list[int]
+    kv_cache_bytes: int
+    full_kv_cache_bytes: int
+    kept_share: float
     attended_share: float
-    compile_seconds: float  # tracing and compiling, in the `prefill` that made it; 0 when the programs were there
-    prefill_seconds: float  # reading, in that `prefill`
-    devices: int = 1  # that hold it; each of them allocates as much
+    compile_seconds: float
+    prefill_seconds: float
+    devices: int = 1
 
     @property
     def kv_cache_bytes_per_device(self) -> int:
@@ -161,9 +171,16 @@ class Context:
         rows, c, lengths = self.rows, self.identity.config, np.asarray(self.lengths)
         full = num_bytes(BASELINE.cache.block_size, rows.k.shape[-1], rows.k.dtype)
         pages = int((-(-lengths // BASELINE.cache.block_size)).sum()) * c.num_layers * c.num_kv_heads
-        of_bytes, seconds = (rows.used_bytes, 2 * full * pages), (self.compile_seconds, self.prefill_seconds)
-        shares = rows.kept_share(lengths), float(np.mean(np.asarray(self.attended_share)))
-        return ContextStats(lengths.tolist(), *of_bytes, *shares, *seconds, self.num_devices)
+        return ContextStats(
+            tokens=lengths.tolist(),
+            kv_cache_bytes=rows.used_bytes,
+            full_kv_cache_bytes=2 * full * pages,
+            kept_share=rows.kept_share(lengths),
+            attended_share=float(np.mean(np.asarray(self.attended_share))),
+            compile_seconds=self.compile_seconds,
+            prefill_seconds=self.prefill_seconds,
+            devices=self.num_devices,
+        )
 
     def require_made_by(self, lm: LM) -> None:
         """Raises ValueError, which names both sides, unless a model can continue the context as it is."""
