@@ -133,8 +133,8 @@ def load(
             quantized while they are read; None keeps the checkpoint's format. Products of many tokens are then of e4m3
             numbers, which needs compute capability 8.9 on a GPU.
         kv: What the KV cache holds: "fp8" (e4m3) with a scale for each token, or None for `dtype`.
-        attention: What prompts attend in where a method reads them sparsely: "fp8" (queries and keys in int8,
-            probabilities and values in e4m3) on Hopper GPUs, for heads of 64 or 128, or None for `dtype`.
+        attention: What prompts attend in: "fp8" (queries and keys in int8, probabilities and values in e4m3) on Hopper
+            GPUs, for heads of 64 or 128 entries and blocks that are multiples of 128; or None for `dtype`.
         mesh: Devices that share the model, as `jax.make_mesh((1, 4), ("data", "model"))` gives them: its weights over
             "model", the rows of a batch over "data", in any order of the axes; None for the default device. No host
             and no device ever holds more than its own part and one tensor.

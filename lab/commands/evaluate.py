@@ -12,6 +12,7 @@ import typer
 from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.models import opened
 from tca_jax.cli.options import (
+    AttentionOption,
     DtypeOption,
     KVOption,
     MeshOption,
@@ -96,6 +97,7 @@ def evaluate(
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     kv: KVOption = None,
+    attention: AttentionOption = None,
     mesh: MeshOption = None,
     suite: Annotated[str | None, _option("paper or late: fixed tasks and protocol.")] = None,
 ) -> None:
@@ -137,7 +139,7 @@ def evaluate(
     for length in tokens:
         require(length.isdecimal(), f"--lengths {length}: must be numbers of tokens with commas between, as 4096,8192")
     require_writable(folder, "--out")
-    running = ModelOptions(dtype=dtype, weights=weights, kv=kv, mesh=mesh)
+    running = ModelOptions(dtype=dtype, weights=weights, kv=kv, attention=attention, mesh=mesh)
     with opened(model, running, rows=batch) as (checkpoint, load):
         found, paper = _profiles(checkpoint, profile)
         plan = make_plan(

@@ -35,7 +35,7 @@ ProfileOption = Annotated[
     str | None, Option(help='Profile folder, or "shipped" for a shipped model.', show_default="full attention")
 ]
 AttentionOption = Annotated[
-    str | None, Option(help="Sparse attention of prompts in eight bits: fp8 (Hopper GPUs).", show_default="in dtype")
+    str | None, Option(help="Attention of prompts in eight bits: fp8 (Hopper GPUs).", show_default="in dtype")
 ]
 DtypeOption = Annotated[
     str | None, Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16")

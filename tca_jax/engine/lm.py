@@ -64,7 +64,7 @@ class LM:
         head_orders: On a mesh, the KV heads of each layer as they lie on its devices, `[layers][H_kv]`. Weights and
             caches are in this order; what users see is in the model's own.
         kv: What keys and values are stored in: "fp8", or None for `dtype`.
-        attention: What prompts attend in where a method reads them sparsely: "fp8", or None for `dtype`.
+        attention: What prompts attend in: "fp8", or None for `dtype`.
         layer_graphdef: Static part of a decoder layer, the same for all; on a mesh, of a device.
         settings: Arrays of the method, whose first axis is the layers; None for methods without.
     """

@@ -1,13 +1,16 @@
 """Choice of a backend: named ones are taken or refused, "auto" moves on, a tuple is an order of preference."""
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 
 import jax
 import pytest
+import tiny
 
 from tca_jax.pallas_kernels import backends
 from tca_jax.pallas_kernels.backends import dispatch, resolve_backend
+from tca_jax.pallas_kernels.prefill_attention import mosaic_fp8
 
 
 def _refuses(*args, **kwargs):
@@ -104,3 +107,16 @@ def test_named_backend_of_several_operations(gpu):
     assert {name: resolve_backend(name) for name in meant} == meant
     with pytest.raises(ValueError, match=r"backend = 'cuda': must be one of \['auto', 'cudnn', "):
         resolve_backend("cuda")
+
+
+def test_eight_bits_are_taken_where_they_are_named(gpu):
+    gpu("9.0")
+    lm = tiny.tiny_lm()
+    assert lm.kernels("auto") == "auto"
+    named = dataclasses.replace(lm, attention="fp8").kernels("auto")
+    assert dispatch("prefill_attention", named) is mosaic_fp8.prefill_attention
+    assert dispatch("select_tokens", named) is not mosaic_fp8.prefill_attention
+    assert dataclasses.replace(lm, attention="fp8").kernels("triton") == ("triton", "auto")
+    gpu("8.0")
+    with pytest.raises(ValueError, match=r"'mosaic_fp8' needs compute capability 9.x, this GPU \(some card\) has 8.0"):
+        dispatch("prefill_attention", named)
