@@ -151,8 +151,9 @@ class StoredQuantization:
             is_read = entries.get("fmt", "e4m3") == "e4m3"
         elif method == "compressed-tensors":  # of llm-compressor
             groups = entries.get("config_groups")
-            found = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-            weights = found[0] if len(found) == 1 and isinstance(found[0], Mapping) else {}
+            groups = list(groups.values()) if isinstance(groups, Mapping) else []
+            weights = groups[0].get("weights") if len(groups) == 1 and isinstance(groups[0], Mapping) else None
+            weights = weights if isinstance(weights, Mapping) else {}
             wanted = {"format": "float-quantized", "num_bits": 8, "type": "float", "symmetric": True}
             described = {key: weights.get(key, value) for key, value in wanted.items()}
             described |= {"format": entries.get("format"), "strategy": weights.get("strategy")}

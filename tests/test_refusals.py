@@ -41,10 +41,13 @@ def lm(**fields):
     return tiny_lm(**fields)
 
 
+_FOLDER = tempfile.TemporaryDirectory(prefix="tca_jax-tests-")
+
+
 @functools.cache
 def folder():
     """A checkpoint."""
-    return write_checkpoint(Path(tempfile.mkdtemp(prefix="tca_jax-tests-")) / "tiny", eos_token_id=[95])
+    return write_checkpoint(Path(_FOLDER.name) / "tiny", eos_token_id=[95])
 
 
 @functools.cache
@@ -112,6 +115,10 @@ WRONG_TYPES = [
     *((functools.partial(f, None, "x"), "lm is of type NoneType: must be an LM, from tca_jax.load") for f in CALLS),
     (lambda: context().on("x"), "lm is of type str: must be an LM, from tca_jax.load"),
     (lambda: score_answers(lm(), [1, 2], [["b"], ["c"]]), "prompts is a single one: must be a list of texts, chats or"),
+    (
+        lambda: score_answers(lm(), [[1]], [[[{"role": "user"}]]]),
+        r"answers\[0\]\[0\] is a chat: must be a string or",
+    ),
     (lambda: score_answers(lm(), ["q: "], ["yes"]), r"answers\[0\] is a single one: must be a list of texts, chats or"),
     (lambda: tca_jax.diagnostics.dropped_mass(Q, K, ROWS, LENGTHS, None), "config is of type NoneType: must be a TCAC"),
     (lambda: tokens(key=0), "key is of type int: must be a single key of jax.random.key or jax.random.PRNGKey: "),
@@ -262,6 +269,10 @@ WRONG_VALUES = [
     (lambda: tca_jax.score(lm(), [[1] * 4098]), r"texts\[0\] has 4098 tokens: must have from 2 to 4097"),
     (lambda: tca_jax.score(lm(), [[1, 2]], top_logprobs=98), "top_logprobs = 98: must be an integer from 0 to 97"),
     (lambda: score_answers(lm(), [[1], [2]], [[[1]], [[]]]), r"answers\[1\]\[0\] is empty"),
+    (
+        lambda: score_answers(written(), ["q"], [[[{"role": "user", "content": "x"}]]]),
+        r"answers\[0\]\[0\] is a chat: must",
+    ),
     (lambda: score_answers(lm(), [[1], [2]], [[[1]], [[1], [2]]]), r"answers has \[1, 2\] entries: must have as many"),
     (lambda: score_answers(lm(), [[1] * 61], [[[1] * 4090]]), r"prompts\[0\] has 61 tokens; .* 4096 positions"),
     # contexts

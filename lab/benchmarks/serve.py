@@ -230,7 +230,8 @@ class Soak:
         """Memory of this process after a load, without documents: those that move make it swing by several."""
         end, clients = time.perf_counter() + seconds, self.load.rows + 2
         with ThreadPoolExecutor(clients) as pool:
-            pool.map(lambda number: self._send(engine, random.Random(self.load.seed + number), end), range(clients))
+            seeds = [random.Random(self.load.seed + number) for number in range(clients)]
+            list(pool.map(lambda draw: self._send(engine, draw, end), seeds))  # raises what a client raised
         require(engine.idle(_SECONDS), f"the engine is not idle after {_SECONDS:.0f} seconds", TimeoutError)
         for document in engine.documents():
             engine.forget(document.id)

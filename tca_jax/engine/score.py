@@ -17,7 +17,15 @@ from tca_jax.engine.extend import Where, aligned, feed, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import ROWS, WEIGHTS, OverMesh, mean_of_devices, on_host, rows_of_device
 from tca_jax.engine.prompt_rows import Prompts
-from tca_jax.engine.prompts import Prompt, encode_continuation, encode_prompt, encode_prompts, is_single, pad_tokens
+from tca_jax.engine.prompts import (
+    Prompt,
+    encode_continuation,
+    encode_prompt,
+    encode_prompts,
+    is_chat,
+    is_single,
+    pad_tokens,
+)
 from tca_jax.engine.read import OUT, Calls, Layers, require_finite
 from tca_jax.engine.sampling import pairs
 from tca_jax.errors import UserTypeError, check_integer, require, require_type
@@ -196,6 +204,7 @@ def score_answers(
 
 
 def _encode_answer(lm: LM, answer: Any, held: list[int], argument: str) -> list[int]:
+    require(not is_chat(answer), f"{argument} is a chat: must be a string or token ids", UserTypeError)
     text = isinstance(answer, str | bytes) and len(answer)
     return encode_continuation(lm, answer, held, argument) if text else encode_prompt(lm, answer, argument)
 

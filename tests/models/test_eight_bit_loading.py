@@ -145,6 +145,7 @@ def test_shards_are_parts_of_the_whole(kind, config, tmp_path):
             LLM_COMPRESSOR | {"config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "channel"}}}},
             "'num_bits': 4",
         ),
+        (LLM_COMPRESSOR | {"config_groups": {"a": 5}}, "'strategy': None"),
     ],
 )
 def test_other_formats_are_named(entries, message):
