@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tca_jax.engine.lm import KV, LM
+from tca_jax.engine.lm import KV, LM, check_attention
 from tca_jax.engine.placement import BALANCED_TOKENS, balanced_orders
 from tca_jax.errors import UserError, explaining, is_finite_number, require, require_type
 from tca_jax.models.aliases import ALIASES
@@ -90,6 +90,7 @@ class Checkpoint:
     ) -> LM:
         """Reads the weights; other arguments, result and errors are those of `tca_jax.load`."""
         dtype = check_options(dtype, weights, kv, attention)
+        check_attention(attention, self.config, dtype)
         if weights is None and read_quantization(self.folder) is not None:
             _require_e4m3(f"{self.name} has weights in fp8, which")
         if mesh is not None:
@@ -192,7 +193,7 @@ def check_options(
     """The dtype of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU."""
     for argument, value, known in (("weights", weights, WEIGHTS), ("kv", kv, KV), ("attention", attention, KV)):
         require(value in (None, *known), f"{argument} = {value!r}: must be one of {list(known)}, or None")
-        if value == "fp8":
+        if value == "fp8" and argument != "attention":
             _require_e4m3(f"{argument} = {value!r}")
     lack = "needs an NVIDIA GPU of compute capability 9.x (Hopper); leave it out"
     require(attention is None or can_run("mosaic_fp8"), f"attention = {attention!r} {lack}")

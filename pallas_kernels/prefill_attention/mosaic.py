@@ -78,7 +78,7 @@ def prefill_attention(
     far: FarBlocks | None = None,
 ) -> Array:
     """See `prefill_attention.prefill_attention`. Values among the padding, and of all means, must be finite."""
-    sizes = {"block_size": block_size, "window": window}
+    sizes: Any = {"block_size": block_size, "window": window}
     operands = kernel_operands(q, k, v, pool, budgets, lengths, far, unit=q.shape[3] ** 0.5, **sizes)
     out = call_kernel(operands, Softmax, q.dtype, **sizes)
     return varying_like(out[:, : q.shape[1]], q, k, v, pool, budgets, lengths, far)
@@ -96,13 +96,17 @@ def kernel_operands(
     unit: float,  # of the kernel's scores, in one of the logits
     block_size: int,
     window: int,
+    backend: str = "mosaic",
 ) -> Operands:
-    """The operands in 16 bits. NotImplementedError for a call that the kernel does not take."""
+    """The operands in 16 bits. NotImplementedError for a call that the kernel does not take; `backend` names it."""
     length, head_dim = q.shape[1], q.shape[3]
     takes = q.dtype in (jnp.bfloat16, jnp.float16) and block_size % TILE == 0 and head_dim in (64, 128)
     allowed = f"bfloat16 and float16, d 64 or 128 and block_size a multiple of {TILE}"
-    given = f"{q.dtype}, d = {head_dim} and block_size = {block_size}"
-    require(takes, f"prefill_attention on mosaic takes {allowed}, not {given}", Unsupported)
+    given, remedy = (
+        f"{q.dtype}, d = {head_dim} and block_size = {block_size}",
+        "use another backend, or no attention='fp8'",
+    )
+    require(takes, f"prefill_attention on {backend} takes {allowed}, not {given}; {remedy}", Unsupported)
     padding = -length % block_size
     if padding:
         q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))

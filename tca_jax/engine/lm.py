@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
 from tca_jax import programs
@@ -107,13 +108,9 @@ class LM:
             ValueError: the mesh does not fit the model, or `kv` or `attention` is not allowed.
         """
         config = decoder.config
-        for name in ("kv", "attention"):
-            value = fields.get(name)
-            require(value in (None, *KV), f"{name} = {value!r}: must be one of {list(KV)}, or None")
-        fits = config.head_dim in (64, 128) and decoder.dtype.itemsize == 2
-        given = f"{config.head_dim} and {decoder.dtype}"
-        needs = f"takes heads of 64 or 128 in bfloat16 or float16, this model has {given}; leave it out"
-        require(fits or fields.get("attention") is None, f"attention = {fields.get('attention')!r}: {needs}")
+        kv = fields.get("kv")
+        require(kv in (None, *KV), f"kv = {kv!r}: must be one of {list(KV)}, or None")
+        check_attention(fields.get("attention"), config, decoder.dtype)
         if mesh is not None:
             check_mesh(mesh, config, fields.get("name", "the model"))
             mesh = whole_mesh(mesh)
@@ -316,3 +313,13 @@ class LM:
 def require_lm(lm: Any) -> None:
     """Raises UserTypeError unless it is a model."""
     require_type("lm", lm, LM, "an LM, from tca_jax.load")
+
+
+def check_attention(attention: str | None, config: ModelConfig, dtype: DTypeLike) -> None:
+    """Raises ValueError unless prompts of a model may attend in it."""
+    require(attention in (None, *KV), f"attention = {attention!r}: must be one of {list(KV)}, or None")
+    fits = config.head_dim in (64, 128) and jnp.dtype(dtype).itemsize == 2
+    given = f"this model has {config.head_dim} in {jnp.dtype(dtype)}"
+    remedy = "pass dtype='bfloat16', or leave attention out"
+    takes = f"attention = {attention!r} takes heads of 64 or 128 in bfloat16 or float16, {given}; {remedy}"
+    require(attention is None or fits, takes)
