@@ -25,7 +25,6 @@ from tca_jax.models.names import MODEL
 from tca_jax.models.params import gguf_path, load_checkpoint, read_quantization
 from tca_jax.models.projections import WEIGHTS
 from tca_jax.models.sharding import axis_size, check_mesh
-from tca_jax.pallas_kernels.backends import can_run
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no PyTorch
 
@@ -191,12 +190,11 @@ def check_options(
     kept: float | None = None,
 ) -> Any:
     """The dtype of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU."""
-    for argument, value, known in (("weights", weights, WEIGHTS), ("kv", kv, KV), ("attention", attention, KV)):
+    for argument, value, known in (("weights", weights, WEIGHTS), ("kv", kv, KV)):
         require(value in (None, *known), f"{argument} = {value!r}: must be one of {list(known)}, or None")
-        if value == "fp8" and argument != "attention":
+        if value == "fp8":
             _require_e4m3(f"{argument} = {value!r}")
-    lack = "needs an NVIDIA GPU of compute capability 9.x (Hopper); leave it out"
-    require(attention is None or can_run("mosaic_fp8"), f"attention = {attention!r} {lack}")
+    check_attention(attention)
     require(kept is None or (is_finite_number(kept) and 0 < kept <= 1), f"kept = {kept!r}: must be in (0, 1]")
     require(kept is None or profile is not None, f"kept = {kept}: goes with a profile of predicted worth; pass profile")
     if dtype is None:

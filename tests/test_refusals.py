@@ -220,7 +220,7 @@ WRONG_VALUES = [
     (lambda: tca_jax.load(folder() / "model.safetensors"), "model.safetensors' is a file: pass its folder"),
     (lambda: open_checkpoint(folder()).load(dtype="int8"), "dtype = int8: must be float32, bfloat16 or float16"),
     (lambda: tiny_lm(kv="int8"), r"kv = 'int8': must be one of \['fp8'\], or None"),
-    (lambda: tiny_lm(attention="fp8"), "attention = 'fp8' takes heads of 64 or 128 .* has 16 in float32; pass dtype"),
+    (lambda: tiny_lm(attention="fp8"), "attention = 'fp8' (needs an NVIDIA GPU of compute capability 9|takes heads)"),
     (lambda: tca_jax.load("recall-tiny", attention="int8"), r"attention = 'int8': must be one of \['fp8'\], or None"),
     (lambda: Profile.uniform(CONFIG, 2, 2, 0).save(""), "directory = '': must name a folder"),
     (lambda: parse_mesh("four", "--mesh"), "--mesh four: must be devices on 'data' x devices on 'model', such as 1x4"),

@@ -28,7 +28,7 @@ from tca_jax.models.decoder import Decoder, DecoderLayer
 from tca_jax.models.names import MODEL
 from tca_jax.models.rope import fixed_frequencies
 from tca_jax.models.sharding import axis_size, check_mesh, device_graphdef, parameter_specs, shard_decoder, whole_mesh
-from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.pallas_kernels.backends import Backend, can_run, resolve_backend
 from tca_jax.pallas_kernels.kv import CODES, num_bytes
 
 #: What keys and values may be stored in, and prompts attend in, beside the model's own dtype, by the users' name.
@@ -315,9 +315,13 @@ def require_lm(lm: Any) -> None:
     require_type("lm", lm, LM, "an LM, from tca_jax.load")
 
 
-def check_attention(attention: str | None, config: ModelConfig, dtype: DTypeLike) -> None:
-    """Raises ValueError unless prompts of a model may attend in it."""
+def check_attention(attention: str | None, config: ModelConfig | None = None, dtype: DTypeLike = None) -> None:
+    """Raises ValueError unless prompts may attend in it on this device, and those of a model, if it is known."""
     require(attention in (None, *KV), f"attention = {attention!r}: must be one of {list(KV)}, or None")
+    lack = "needs an NVIDIA GPU of compute capability 9.x (Hopper); leave it out"
+    require(attention is None or can_run("mosaic_fp8"), f"attention = {attention!r} {lack}")
+    if config is None:
+        return
     fits = config.head_dim in (64, 128) and jnp.dtype(dtype).itemsize == 2
     given = f"this model has {config.head_dim} in {jnp.dtype(dtype)}"
     remedy = "pass dtype='bfloat16', or leave attention out"

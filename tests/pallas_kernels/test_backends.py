@@ -117,6 +117,8 @@ def test_eight_bits_are_taken_where_they_are_named(gpu):
     assert dispatch("prefill_attention", named) is mosaic_fp8.prefill_attention
     assert dispatch("select_tokens", named) is not mosaic_fp8.prefill_attention
     assert dataclasses.replace(lm, attention="fp8").kernels("triton") == ("triton", "auto")
+    with pytest.raises(ValueError, match=r"takes heads of 64 or 128 .* has 16 in float32; pass dtype"):
+        tiny.tiny_lm(attention="fp8")
     gpu("8.0")
     with pytest.raises(ValueError, match=r"'mosaic_fp8' needs compute capability 9.x, this GPU \(some card\) has 8.0"):
         dispatch("prefill_attention", named)
