@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
 from tca_jax import programs
@@ -315,7 +314,7 @@ def require_lm(lm: Any) -> None:
     require_type("lm", lm, LM, "an LM, from tca_jax.load")
 
 
-def check_attention(attention: str | None, config: ModelConfig | None = None, dtype: DTypeLike = None) -> None:
+def check_attention(attention: str | None, config: ModelConfig | None = None, dtype: Any = None) -> None:
     """Raises ValueError unless prompts may attend in it on this device, and those of a model, if it is known."""
     require(attention in (None, *KV), f"attention = {attention!r}: must be one of {list(KV)}, or None")
     lack = "needs an NVIDIA GPU of compute capability 9.x (Hopper); leave it out"
