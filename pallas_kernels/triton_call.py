@@ -44,10 +44,10 @@ def triton_call(
     Pallas-Triton computes the element offsets of an array past 4 GiB in int64 and of others in int32: kernels
     must index by row and column, never by a flat element number of their own.
     """
-    # JAX 0.11 deprecates Pallas-Triton in favour of Mosaic GPU, which does not run on Ampere; until JAX removes
-    # it, a warning at every compilation tells our users nothing that they could act on. JAX warns when it lowers,
-    # after the call was traced, so a `catch_warnings` around the call would be over too early: the filter stays.
-    # It is set at every trace because test runners restore the filters between tests; setting it again is free.
+    # JAX 0.11 deprecates Pallas-Triton in favour of Mosaic GPU, which does not run on Ampere. Until JAX removes it,
+    # users can do nothing about the warning of every compilation. JAX warns when it lowers, after the call was traced,
+    # so a `catch_warnings` around the call would be over too early: the filter stays. It is set at every trace because
+    # test runners restore the filters between tests; setting it again is free.
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     varying = jax.sharding.ManualAxisType(varying=varying_axes(operands))
     call = pl.pallas_call(

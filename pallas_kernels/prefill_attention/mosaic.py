@@ -102,10 +102,8 @@ def kernel_operands(
     length, head_dim = q.shape[1], q.shape[3]
     takes = q.dtype in (jnp.bfloat16, jnp.float16) and block_size % TILE == 0 and head_dim in (64, 128)
     allowed = f"bfloat16 and float16, d 64 or 128 and block_size a multiple of {TILE}"
-    given, remedy = (
-        f"{q.dtype}, d = {head_dim} and block_size = {block_size}",
-        "use another backend, or no attention='fp8'",
-    )
+    given = f"{q.dtype}, d = {head_dim} and block_size = {block_size}"
+    remedy = "use another backend, or no attention='fp8'"
     require(takes, f"prefill_attention on {backend} takes {allowed}, not {given}; {remedy}", Unsupported)
     padding = -length % block_size
     if padding:

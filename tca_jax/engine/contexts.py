@@ -252,12 +252,18 @@ class Context:
         parts |= {name: getattr(rows, name) for name in _PARTS}
         leaves = jax.tree_util.tree_leaves_with_path(parts)
         arrays = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
-        versions = {"format_version": FORMAT_VERSION, "library_version": importlib.metadata.version("tca-jax")}
-        whose = {"identity": dataclasses.asdict(self.identity), "shards": shards and dataclasses.asdict(shards)}
-        sizes = {"window": self.window, "window_pages": rows.window_pages, "dtype": rows.k.dtype.name}
+        metadata = {
+            "format_version": FORMAT_VERSION,
+            "identity": dataclasses.asdict(self.identity),
+            "window": self.window,
+            "window_pages": rows.window_pages,
+            "shards": None if shards is None else dataclasses.asdict(shards),
+            "dtype": rows.k.dtype.name,
+            "library_version": importlib.metadata.version("tca-jax"),
+        }
         # As bytes: NumPy has no bfloat16 of its own, and what is read back must be what was written, bit for bit.
-        arrays = {name: x.view(np.uint8) if x.dtype.name == sizes["dtype"] else x for name, x in arrays.items()}
-        save(_KIND, directory, arrays, {**versions, **whose, **sizes})
+        arrays = {name: x.view(np.uint8) if x.dtype.name == metadata["dtype"] else x for name, x in arrays.items()}
+        save(_KIND, directory, arrays, metadata)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Context:

@@ -219,11 +219,16 @@ def draw(
             if top is not None:
                 values, likeliest = jax.lax.top_k(of_all, top[0].shape[-1])
                 top = top[0].at[place].set(likeliest, mode="drop"), top[1].at[place].set(values, mode="drop")
-        tokens, step = state.tokens.at[place].set(token, mode="drop"), state.step + running
-        last = jnp.where(running, token, state.last)
-        done = state.done | (running & (token[:, None] == state.stop_tokens).any(axis=-1))
-        drawn: dict[str, Any] = {"tokens": tokens, "step": step, "last": last, "done": done}
-        return dataclasses.replace(state, **drawn, seen=seen, logprobs=logprobs, top=top)
+        return dataclasses.replace(
+            state,
+            tokens=state.tokens.at[place].set(token, mode="drop"),
+            step=state.step + running,
+            last=jnp.where(running, token, state.last),
+            done=state.done | (running & (token[:, None] == state.stop_tokens).any(axis=-1)),
+            seen=seen,
+            logprobs=logprobs,
+            top=top,
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("rows",))

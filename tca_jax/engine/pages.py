@@ -106,7 +106,18 @@ class Rows(PerDevice):
         table = jnp.full((*shape, widths.kept + widths.window), pages, jnp.int32)
         kept = jnp.zeros(shape, jnp.int32)
         start, own, length = (jnp.zeros(shape[1], jnp.int32) for _ in range(3))
-        return cls(k, v, free, table, kept, start, own, length, of_scores if scored else None, widths.window)
+        return cls(
+            k,
+            v,
+            free,
+            table,
+            kept,
+            start=start,
+            own=own,
+            length=length,
+            scored=of_scores if scored else None,
+            window_pages=widths.window,
+        )
 
     @property
     def page_size(self) -> int:
@@ -212,10 +223,18 @@ class Rows(PerDevice):
             new = tuple(encode(x.reshape(len(flat), b, -1), self.k) for x in values)
             pools = jax.tree.map(lambda x, y, at=flat: x.at[at].set(y, mode="drop", unique_indices=True), pools, new)
         table = jnp.concatenate([kept_pages, of_window], axis=-1)
-        changed: dict[str, Any] = {"k": pools[0], "v": pools[1], "free": free, "scored": scored}
-        changed |= {"pages": _put(self.pages, table, layer, row), "kept": _put(self.kept, held, layer, row)}
-        changed |= {"start": _put(self.start, start, row), "own": _put(self.own, jnp.zeros_like(start), row)}
-        return dataclasses.replace(self, **changed, length=_put(self.length, lengths, row))
+        return dataclasses.replace(
+            self,
+            k=pools[0],
+            v=pools[1],
+            free=free,
+            pages=_put(self.pages, table, layer, row),
+            kept=_put(self.kept, held, layer, row),
+            start=_put(self.start, start, row),
+            own=_put(self.own, jnp.zeros_like(start), row),
+            length=_put(self.length, lengths, row),
+            scored=scored,
+        )
 
     def _window_of(
         self, free: FreePages, wanted: Bool[Array, "*s C"], heads: int
