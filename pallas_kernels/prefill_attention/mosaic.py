@@ -31,6 +31,7 @@ TILE = 128  # query rows of a program, and tokens of a K or V tile
 _WARPGROUPS = 2  # that compute; one more moves memory
 _STAGES = 2  # K and V tiles in flight; each takes 512 d bytes of shared memory
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
+_IS_NEW = jax.__version_info__ >= (0, 11)  # what 0.10 has only as a function, or with an index, it deprecates
 
 
 class Far(NamedTuple):
@@ -474,5 +475,9 @@ def _aligned(first: Any) -> Any:
 
 def transposed(ref: Any) -> Any:
     """A tile as the transposed operand of a product."""
-    # JAX 0.10 has only the function, 0.11 deprecates it for the method.
-    return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
+    return ref.transpose((1, 0)) if _IS_NEW else plgpu.transpose_ref(ref, (1, 0))
+
+
+def load(ref: Any, layout: Any) -> Any:
+    """What a ref to global memory has, in registers."""
+    return plgpu.load(ref, *() if _IS_NEW else ((),), layout=layout, optimized=False)

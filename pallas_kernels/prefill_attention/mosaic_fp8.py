@@ -147,7 +147,7 @@ class EightBitSoftmax(mosaic.Softmax):
 
     def __init__(self, refs: mosaic.Operands, scoped: Any, work: Any, first_row: Any) -> None:
         rows = refs.rounding.rows.at[work.row, work.head, pl.ds(first_row, ROWS)]
-        self.scale = plgpu.load(rows, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        self.scale = mosaic.load(rows, plgpu.Layout.WGMMA.reduce(1))
         self.value_scale = refs.rounding.values[work.row, work.kv_head]
         self.ones = scoped.ones
         plgpu.barrier_wait(scoped.ones_ready)
