@@ -29,6 +29,7 @@ from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 ROWS = 64  # query rows of a warpgroup: one wgmma tile
 TILE = 128  # query rows of a program, and tokens of a K or V tile
 _WARPGROUPS = 2  # that compute; one more moves memory
+ONES = 8  # rows of ones below values in eight bits, whose product sums probabilities: as few as a product takes
 _STAGES = 2  # K and V tiles in flight; each takes 512 d bytes of shared memory
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
 _IS_NEW = jax.__version_info__ >= (0, 11)  # what 0.10 has only as a function, or with an index, it deprecates
@@ -182,7 +183,7 @@ class _Scoped(NamedTuple):
     q: Any  # [warpgroups, ROWS, d]
     out: Any
     k: Any  # [stages, TILE, d]
-    v: Any  # in eight bits `[stages, d, TILE]`
+    v: Any  # in eight bits `[stages, d + 8, TILE]`, the last rows are ones
     q_ready: Any
     k_ready: Any
     v_ready: Any
@@ -191,16 +192,17 @@ class _Scoped(NamedTuple):
     turns: Any
     bias: Any = None  # [stages, TILE], of tiles that have one
     bias_ready: Any = None
-    ones: Any = None  # [8, TILE], in eight bits
-    ones_ready: Any = None
+    ones_ready: Any = None  # in eight bits
 
 
 def _move(refs: Operands, scoped: _Scoped, work: _Work, block_size: int) -> None:
     """The memory warpgroup: fetches the tiles in the order of `_Work`."""
     far, tokens_last = refs.far, refs.rounding is not None
     plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")  # the others get them
-    if scoped.ones is not None:
-        plgpu.copy_gmem_to_smem(refs.rounding.ones, scoped.ones, scoped.ones_ready)
+    if scoped.ones_ready is not None:
+        for slot in range(_STAGES):
+            place = scoped.v.at[slot, pl.ds(refs.q.shape[3], ONES)]
+            plgpu.copy_gmem_to_smem(refs.rounding.ones, place, scoped.ones_ready)
 
     def values(ref: Any, tokens: Any, *place: Any) -> Any:
         return ref.at[(*place, slice(None), tokens) if tokens_last else (*place[:1], tokens, *place[1:])]
@@ -276,7 +278,7 @@ def call_kernel(operands: Operands, softmax: type[Softmax], dtype: Any, *, block
     def entry(*flat: Any) -> None:
         refs, out_ref = jax.tree.unflatten(tree, flat[:-1]), flat[-1]
         head_dim, barriers = refs.q.shape[3], partial(plgpu.Barrier, num_barriers=_STAGES)
-        v_tile = (TILE, head_dim) if refs.rounding is None else (head_dim, TILE)
+        v_tile = (TILE, head_dim) if refs.rounding is None else (head_dim + ONES, TILE)
         scoped = {
             "q": tile(_WARPGROUPS, ROWS, head_dim, dtype=refs.q.dtype),
             "out": tile(_WARPGROUPS, ROWS, head_dim, dtype=dtype),
@@ -292,8 +294,7 @@ def call_kernel(operands: Operands, softmax: type[Softmax], dtype: Any, *, block
         if refs.far is not None:
             scoped |= {"bias": plgpu.SMEM((_STAGES, TILE), jnp.float32), "bias_ready": barriers()}
         if refs.rounding is not None:
-            ones = refs.rounding.ones
-            scoped |= {"ones": tile(*ones.shape, dtype=ones.dtype), "ones_ready": plgpu.Barrier()}
+            scoped |= {"ones_ready": plgpu.Barrier(num_arrivals=_STAGES)}
         pl.run_scoped(lambda **held: program(refs, out_ref, _Scoped(**held)), collective_axes="wg", **scoped)
 
     batch, length, heads, _ = operands.q.shape
@@ -319,14 +320,14 @@ def _fetch(scoped: _Scoped, step: Any, k_tile: Any, v_tile: Any, bias_tile: Any 
     if bias_tile is not None:  # read before K's slot is given back
         plgpu.copy_gmem_to_smem(bias_tile, scoped.bias.at[slot], scoped.bias_ready.at[slot])
     pl.when(reused)(lambda: plgpu.barrier_wait(scoped.v_read.at[slot]))
-    plgpu.copy_gmem_to_smem(v_tile, scoped.v.at[slot], scoped.v_ready.at[slot])
+    v_slot = scoped.v.at[slot] if scoped.ones_ready is None else scoped.v.at[slot, pl.ds(0, v_tile.shape[0])]
+    plgpu.copy_gmem_to_smem(v_tile, v_slot, scoped.v_ready.at[slot])
 
 
 def _attend(
     softmax_type: type[Softmax], refs: Operands, out_ref: Any, scoped: _Scoped, work: _Work, warpgroup: Any
 ) -> None:
     """A compute warpgroup: online softmax of its 64 rows over all tiles."""
-    head_dim = refs.q.shape[3]
     plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
     first_row = pl.multiple_of(work.tile * TILE + warpgroup * ROWS, ROWS)
     place = (work.row, pl.ds(first_row, ROWS), work.head)
@@ -335,8 +336,7 @@ def _attend(
     plgpu.barrier_wait(scoped.q_ready.at[warpgroup])
     softmax = softmax_type(refs, scoped, work, first_row)
 
-    out = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-    carry = (out, softmax.start())
+    carry = softmax.start()
     pl.when(work.steps > 0)(lambda: plgpu.barrier_wait(scoped.k_ready.at[0]))
     if softmax.turns:
         pl.when(warpgroup == 1)(lambda: _wait_turn(scoped.turns))
@@ -420,12 +420,12 @@ class Softmax:
     turns: ClassVar[bool] = True
 
     def __init__(self, refs: Operands, scoped: _Scoped, work: _Work, first_row: Any) -> None:
-        self.dtype = refs.q.dtype
+        self.dtype, self.head_dim = refs.q.dtype, refs.q.shape[3]
         self.scale = LOG2E * refs.q.shape[3] ** -0.5  # powers of two, so that scaling is part of a multiply-add
 
-    def start(self) -> Any:
-        """The state before any tile."""
-        return of_rows(-jnp.inf), of_rows(0)
+    def start(self) -> tuple[Any, Any]:
+        """Output and state before any tile."""
+        return zeros(self.head_dim), (of_rows(-jnp.inf), of_rows(0))
 
     def first_products(self, bias: Any) -> Any:
         """The accumulator that products of queries and keys are added to."""
@@ -456,6 +456,11 @@ class Softmax:
     def finish(self, out: Any, state: Any) -> Any:
         """The attention."""
         return out / across(state[1], out)
+
+
+def zeros(columns: int) -> Any:
+    """An accumulator's start."""
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def of_rows(value: float) -> Any:

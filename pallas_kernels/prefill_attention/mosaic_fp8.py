@@ -1,9 +1,7 @@
 """Prefill attention in eight bits on Pallas Mosaic GPU (Hopper): queries and keys in int8, values in e4m3.
 
-Of keys the mean over the prompt is taken off, which a softmax does not see, and queries and keys are rotated by a
-Hadamard matrix, which products do not see and which spreads large channels over all. Then int8 has a scale for each
-query and one for each head's keys. Its exact products are added to the bits of 1.5 2^23: read as a float32, that plus
-the product.
+Queries and keys are those of int8.py. Their exact products are added to the bits of 1.5 2^23: read as a float32, that
+plus the product.
 
 The codes of e4m3 are a piecewise linear logarithm: 8 (log2 p + 7), rounded, is the code of nearly p. So probabilities
 take a multiply-add and no powers. They are in units of each tile's own largest one, whose codes have 15 octaves below.
@@ -13,7 +11,7 @@ alone: a tile's output and sums begin at zero, and are added to those of other t
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,18 +23,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
-from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int8
+from jaxtyping import Array, Float, Float8e4m3fn
 
+from tca_jax.pallas_kernels.int8 import rotate, round_keys, round_queries, scale_of, to_int8
 from tca_jax.pallas_kernels.kernel_math import LOG2E
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import varying_like
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks, mosaic
-from tca_jax.pallas_kernels.prefill_attention.mosaic import ROWS, TILE, across, of_rows, transposed
+from tca_jax.pallas_kernels.prefill_attention.mosaic import ONES, ROWS, TILE, across, of_rows, transposed
 
 _E4M3 = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(_E4M3).max)
-_ENTRY = 1 / 8  # of the Hadamard matrix, up to the sign: exact in bfloat16
-_LEAST_SCALE = 1e-15
 _BASE = 1.5 * 2**23  # products of int8 and 128 entries stay below 2^22
 _CODES = 2.0**23  # the last byte of a float32 at this size is the integer that was added
 _TOP = 121  # code of a tile's largest probability: 3% too large, where the others are 4% too large on average
@@ -48,7 +45,7 @@ class Rounding(NamedTuple):
 
     rows: Any  # [B, Hq, L]: of products of each query, to eighths of powers of two, the step of e4m3's codes
     values: Any  # [B, Hkv]
-    ones: Any  # [8, TILE]
+    ones: Any  # [ONES, TILE]
 
 
 @partial(jax.jit, static_argnames=("block_size", "window"))
@@ -76,7 +73,7 @@ def prefill_attention(
 def round_operands(operands: mosaic.Operands) -> mosaic.Operands:
     """The operands in eight bits."""
     q, v, pool_v, far, offsets = operands.q, operands.v, operands.pool_v, operands.far, operands.offsets
-    (batch, length, kv_heads, head_dim), group = v.shape, q.shape[2] // v.shape[2]
+    (batch, length, kv_heads, _), group = v.shape, q.shape[2] // v.shape[2]
     there = (jnp.arange(length)[:, None] < operands.lengths[:, None])[..., None]  # [B, L, Hkv, 1]
     firsts = jnp.where(operands.prefixes[..., -1] > 0, offsets, len(pool_v)).reshape(-1)  # of regions that are read
     begun = firsts <= jnp.arange(len(pool_v))[:, None]
@@ -85,41 +82,24 @@ def round_operands(operands: mosaic.Operands) -> mosaic.Operands:
     def of_regions(by_head: Array) -> Array:
         return by_head.reshape(batch * kv_heads, -1)[owner]
 
-    q = _rotate(q, q.dtype if q.dtype == jnp.bfloat16 else jnp.float32)  # may be past float16
-    k = _rotate(operands.k, jnp.float32)
-    mean = jnp.where(there, k, 0).sum(axis=1, keepdims=True) / jnp.maximum(operands.lengths, 1)[:, None, :, None]
-    k_scale = _scale(jnp.where(there, k - mean, 0), (1, 3), 127)  # [B, 1, Hkv, 1]
-    q_scale, v_scale = _scale(q, 3, 127), _scale(jnp.where(there, v, 0), (1, 3), _LARGEST)
-    unit = 8 * LOG2E * head_dim**-0.5 / (head_dim * _ENTRY**2)
+    q_codes, q_scale = round_queries(q)
+    codes, k_scale, mean = round_keys(operands.k, operands.lengths)
+    v_scale = scale_of(jnp.where(there, v, 0), (1, 3), _LARGEST)
     # From a step of an eighth on, rounding to int8 alone decides; past 1.3 the codes would not be exact.
-    rows = jnp.minimum(unit * q_scale[..., 0] * jnp.repeat(k_scale[..., 0], group, axis=2), 1)
-    pool_k = _int8(_rotate(operands.pool_k, jnp.float32) - of_regions(mean), of_regions(k_scale))
+    rows = jnp.minimum(8 * q_scale * jnp.repeat(k_scale[..., 0], group, axis=2), 1)
+    pool_k = to_int8(rotate(operands.pool_k, of_regions(mean)), of_regions(k_scale))
     if far is not None:
-        mean_k = _int8(_rotate(far.mean_k, jnp.float32) - mean, k_scale)
+        mean_k = to_int8(rotate(far.mean_k, mean), k_scale)
         far = far._replace(mean_k=mean_k, mean_v=_for_products(far.mean_v, v_scale))
     return operands._replace(
-        q=_int8(q.astype(jnp.float32), q_scale),
-        k=_int8(k - mean, k_scale),
+        q=q_codes,
+        k=codes,
         v=_for_products(v, v_scale),
         pool_k=pool_k,
         pool_v=_for_products(pool_v, of_regions(v_scale)),
         far=far,
-        rounding=Rounding(jnp.swapaxes(rows, 1, 2), v_scale[:, 0, :, 0], jnp.ones((8, TILE), _E4M3)),
+        rounding=Rounding(jnp.swapaxes(rows, 1, 2), v_scale[:, 0, :, 0], jnp.ones((ONES, TILE), _E4M3)),
     )
-
-
-def _rotate(x: Float[Array, "*n d"], dtype: Any) -> Float[Array, "*n d"]:
-    hadamard = reduce(np.kron, [np.array([[1, 1], [1, -1]])] * (x.shape[-1].bit_length() - 1))
-    axes = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, jnp.asarray(hadamard * _ENTRY, x.dtype), axes, preferred_element_type=dtype)
-
-
-def _scale(x: Float[Array, "B L H d"], axes: Any, largest: float) -> Float32[Array, "B _ H 1"]:
-    return jnp.maximum(jnp.abs(x).max(axis=axes, keepdims=True).astype(jnp.float32), _LEAST_SCALE) / largest
-
-
-def _int8(x: Float32[Array, "*n d"], scale: Float32[Array, "*#n 1"]) -> Int8[Array, "*n d"]:
-    return jnp.clip(jnp.round(x / scale), -127, 127).astype(jnp.int8)
 
 
 def _for_products(v: Float[Array, "*n d"], scale: Float[Array, "*#n 1"]) -> Float8e4m3fn[Array, ...]:
@@ -148,13 +128,11 @@ class EightBitSoftmax(mosaic.Softmax):
     def __init__(self, refs: mosaic.Operands, scoped: Any, work: Any, first_row: Any) -> None:
         rows = refs.rounding.rows.at[work.row, work.head, pl.ds(first_row, ROWS)]
         self.scale = mosaic.load(rows, plgpu.Layout.WGMMA.reduce(1))
-        self.value_scale = refs.rounding.values[work.row, work.kv_head]
-        self.ones = scoped.ones
+        self.value_scale, self.head_dim = refs.rounding.values[work.row, work.kv_head], refs.q.shape[3]
         plgpu.barrier_wait(scoped.ones_ready)
 
-    def start(self) -> Any:
-        sums = plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
-        return of_rows(-jnp.inf), sums, of_rows(-jnp.inf)
+    def start(self) -> tuple[Any, Any]:
+        return mosaic.zeros(self.head_dim + ONES), (of_rows(-jnp.inf), of_rows(-jnp.inf))
 
     def first_products(self, bias: Any) -> Any:
         return jnp.full((ROWS, TILE), np.float32(_BASE).view(np.int32), jnp.int32)
@@ -164,7 +142,7 @@ class EightBitSoftmax(mosaic.Softmax):
         return scores if bias is None else scores + bias * across(1 / self.scale, scores)
 
     def update(self, scores: Any, out: Any, state: Any) -> tuple[Any, Any, Any]:
-        unit, sums, top = state
+        unit, top = state
         base = _BASE * self.scale
         highest = scores.max(axis=1) * self.scale - base
         top = jnp.maximum(top, highest)
@@ -173,22 +151,17 @@ class EightBitSoftmax(mosaic.Softmax):
         new_unit = shift - base
         decay = jnp.exp2((unit - new_unit) / 8)
         operand = _last_bytes(scores * across(self.scale, scores) + across(_CODES + _TOP - shift, scores))
-        return out, (new_unit, sums, top, decay), operand
+        return out, (new_unit, top, decay), operand
 
     def multiply_pv(self, operand: Any, v_smem: Any, out: Any, state: Any, meanwhile: Any) -> Any:
-        unit, sums, top, decay = state
-
-        def multiply(accumulators: Any) -> None:
-            for accumulator, values in zip(accumulators, (v_smem, self.ones), strict=True):
-                plgpu.wgmma(accumulator, operand, transposed(values))
-            meanwhile()
-
-        nothing = (plgpu.layout_cast(jnp.zeros(x.shape, jnp.float32), plgpu.Layout.WGMMA) for x in (out, sums))
-        of_tile, own_sums = pl.run_state(multiply)(tuple(map(plgpu.ACC.init, nothing)))
-        return out * across(decay, out) + of_tile, (unit, sums * across(decay, sums) + own_sums, top)
+        unit, top, decay = state
+        nothing = mosaic.zeros(out.shape[1])
+        of_tile, _ = super().multiply_pv(operand, transposed(v_smem), nothing, state, meanwhile)
+        return out * across(decay, out) + of_tile, (unit, top)
 
     def finish(self, out: Any, state: Any) -> Any:
-        return out * self.value_scale / across(state[1].max(axis=1), out)
+        values, sums = out[:, : self.head_dim], out[:, self.head_dim :]
+        return values * self.value_scale / across(sums.max(axis=1), values)
 
 
 def _last_bytes(codes: Any) -> Any:

@@ -36,7 +36,8 @@ def test_real_sizes_equal_xla(operation, sizes, dtype):
     calls = [call(operation, **sizes, function=implementation(operation, name)) for name in ("triton", "xla")]
     arguments = jax.tree.map(draw, calls[0][1])
     ours, theirs = (function(**arguments) for function, _ in calls)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.max()))
+    tolerance = 1e-3 if dtype == jnp.float32 else 0.03  # rounded to int8
+    np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.max()))
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
@@ -56,7 +57,7 @@ def test_default_tiles_divide_blocks_and_fit(head_dim, dtype):
         assert config.queries & (config.queries - 1) == 0
         assert fits(config.queries + 2 * config.keys)
     for block, rows in itertools.product((16, 48, 128, 256, 1024), (1, 7, 8, 32, 112, 256)):
-        config = block_scores.default_config(rows, block, head_dim, dtype)
+        config = block_scores.default_config(rows, block, head_dim, jnp.int8 if dtype == jnp.bfloat16 else dtype)
         assert block % config.keys == config.keys & (config.keys - 1) == 0
         assert config.keys >= 16
         assert config.tiles >= 1
