@@ -35,7 +35,6 @@ from tca_jax.pallas_kernels.prefill_attention.mosaic import ONES, ROWS, TILE, ac
 _E4M3 = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(_E4M3).max)
 _BASE = 1.5 * 2**23  # products of int8 and 128 entries stay below 2^22
-_CODES = 2.0**23  # the last byte of a float32 at this size is the integer that was added
 _TOP = 121  # code of a tile's largest probability: 3% too large, where the others are 4% too large on average
 _DEEPEST = 60 * 8.0  # a tile whose largest score is further below the row's counts as nothing, and overflows nowhere
 
@@ -144,13 +143,14 @@ class EightBitSoftmax(mosaic.Softmax):
     def update(self, scores: Any, out: Any, state: Any) -> tuple[Any, Any, Any]:
         unit, top = state
         base = _BASE * self.scale
-        highest = scores.max(axis=1) * self.scale - base
+        bits = lax.bitcast_convert_type(scores, jnp.int32).max(axis=1)  # in the order of scores that are not masked
+        highest = lax.bitcast_convert_type(bits, jnp.float32) * self.scale - base
         top = jnp.maximum(top, highest)
         # An integer shift: what it differs by from the largest score counts in the unit.
         shift = jnp.round(jnp.maximum(highest, top - _DEEPEST) + base)
         new_unit = shift - base
         decay = jnp.exp2((unit - new_unit) / 8)
-        operand = _last_bytes(scores * across(self.scale, scores) + across(_CODES + _TOP - shift, scores))
+        operand = _to_codes(scores * across(self.scale, scores) + across(_TOP - shift, scores))
         return out, (new_unit, top, decay), operand
 
     def multiply_pv(self, operand: Any, v_smem: Any, out: Any, state: Any, meanwhile: Any) -> Any:
@@ -164,11 +164,11 @@ class EightBitSoftmax(mosaic.Softmax):
         return values * self.value_scale / across(sums.max(axis=1), values)
 
 
-def _last_bytes(codes: Any) -> Any:
-    """Codes, 2^23 + code where that is positive, as an operand in e4m3: four columns of a thread in a register."""
+def _to_codes(codes: Any) -> Any:
+    """The nearest codes as an operand in e4m3, 0 for what is negative: four columns of a thread in a register."""
     layouts = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
-    asm = "{ .reg .b32 a, b, c, d; " + "".join(f"max.f32 {x}, ${i}, 0f4B000000; " for i, x in enumerate("abcd", 1))
-    asm += "prmt.b32 a, a, b, 0x0040; prmt.b32 c, c, d, 0x0040; prmt.b32 $0, a, c, 0x5410; }"
+    asm = "{ .reg .b32 a, b, c, d; " + "".join(f"cvt.rni.s32.f32 {x}, ${i}; " for i, x in enumerate("abcd", 1))
+    asm += "cvt.pack.sat.u8.s32.b32 c, d, c, 0; cvt.pack.sat.u8.s32.b32 $0, b, a, c; }"  # two instructions in all
 
     @plgpu.inline_mgpu(arg_types=layouts[:1], return_type=plgpu.ShapeDtypeStruct(codes.shape, _E4M3, layout=layouts[1]))
     def pack(_: Any, codes: Any) -> Any:
