@@ -18,11 +18,12 @@ from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.methods.base import Attended, Heads, Method, last_queries, per_head
-from tca_jax.methods.regions import Regions, Selected, Selection, causal_pairs, selected_pairs
-from tca_jax.methods.worth import BLOCK, WINDOW, block_means, by_worth
+from tca_jax.methods.regions import Regions, Selected, causal_pairs
+from tca_jax.methods.worth import BLOCK, WINDOW, ReadSettings, by_worth, choose_by_worth
 from tca_jax.models.config import ModelConfig
 from tca_jax.pallas_kernels.backends import can_run, resolve_backend
-from tca_jax.pallas_kernels.prefill_attention import FarBlocks, prefill_attention
+from tca_jax.pallas_kernels.numerics import cdiv
+from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 
 NOTE = (
     "One layer, one prompt, random bfloat16 inputs; medians over {repeats} rounds in turns with full causal attention "
@@ -34,7 +35,7 @@ NOTE = (
 
 #: Shares of the tokens that the KV heads of a layer read under predicted worth; most heads read blocks and means alone.
 _READ = {"worth": (0.51, 0.32, 0.1, 0.03, 0, 0, 0, 0), "worth, one head": (0.98, 0, 0, 0, 0, 0, 0, 0)}
-_BLOCKS_READ = 0.06  # share of the blocks left of a window
+_SCORE = 5.4  # of blocks that are read, over that of equal ones: of random keys and groups of four, 2.4% of the blocks
 _EXACT, _ESTIMATED = 1e-2, 0.1  # most relative error; backends may choose other blocks of nearly the same estimate
 
 
@@ -70,34 +71,20 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class WorthCase(Case):
-    """A layer's prefill under predicted worth: random tokens and blocks in given shares, means of the other blocks."""
+    """A layer's prefill under predicted worth: random tokens in given shares, blocks by score, the others' means."""
 
     shares: tuple[float, ...] = ()  # of the tokens, by KV head
 
     def select(self, q: Array, k: Array, v: Array, n: Array) -> Any:
         length, heads = k.shape[1:3]
-        num_blocks, keys = length // BLOCK, jax.random.split(jax.random.key(0))
-        selected = jax.random.uniform(keys[0], (1, heads, length)) < np.resize(self.shares, heads)[:, None]
-        regions = Regions.plan(1, [length] * heads, BLOCK)
-        kept = regions.fill(Selection.of_tokens(selected, BLOCK), k, v, block_size=BLOCK)
-        before = np.tri(num_blocks, k=-1 - WINDOW // BLOCK, dtype=bool)  # [query block, key block]
-        read = before & (jax.random.uniform(keys[1], (1, heads, num_blocks, num_blocks)) < _BLOCKS_READ)
-        counts = read.sum(axis=-1, dtype=jnp.int32)
-        mean_k, mean_v, entropy = block_means(k, v, jnp.zeros(selected.shape), ~selected, BLOCK)
-        bias = jnp.where(before & ~read, entropy[:, :, None], -jnp.inf)
-        listed = jnp.argsort(~read, axis=-1, stable=True).astype(jnp.int32)
-        mean_counts = jnp.broadcast_to(jnp.asarray(before.sum(axis=-1), jnp.int32), counts.shape)
-        return kept, FarBlocks(
-            listed * BLOCK, counts, selected, mean_k.astype(k.dtype), mean_v.astype(k.dtype), bias, mean_counts
-        )
+        worth = jax.random.uniform(jax.random.key(0), (1, heads, length)) + np.resize(self.shares, heads)[:, None]
+        tiles = np.arange(1, cdiv(length, BLOCK) + 1, dtype=np.float32)
+        return choose_by_worth(q, k, v, worth, n, ReadSettings(jnp.ones(()), _SCORE / tiles[:, None], jnp.array(True)))
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Any) -> Attended:
-        (kept, far), sizes = selected, {"block_size": BLOCK, "window": WINDOW}
-        out = prefill_attention(q, k, v, kept.pool, kept.budgets, n, far=far, backend=self.backend, **sizes)
-        unselected = far.counts.sum(axis=-1) * BLOCK * (1 - np.resize(self.shares, k.shape[2]))
-        far_keys = (far.mean_bias > -jnp.inf).sum(axis=(-1, -2)) + unselected
-        pairs = selected_pairs(kept.budgets, n, **sizes) + BLOCK * far_keys
-        return Attended(out, pairs.mean(axis=-1))
+        (budgets, pool), sizes = selected.kept, {"block_size": BLOCK, "window": WINDOW}
+        out = prefill_attention(q, k, v, pool, budgets, n, far=selected.far, backend=self.backend, **sizes)
+        return Attended(out, selected.pairs)
 
 
 def attention_inputs(config: ModelConfig, tokens: int, seed: int) -> tuple[Array, Array, Array, Array]:
@@ -152,7 +139,7 @@ def main(
     models: common.ModelsOption = None,
     shares: shapes.BlockSharesOption = None,
     methods: shapes.MethodsOption = None,
-    worth: Annotated[bool, typer.Option("--worth", help="Predicted worth: tokens, 6% of the blocks, means.")] = False,
+    worth: Annotated[bool, typer.Option("--worth", help="Predicted worth: tokens, blocks, means.")] = False,
     backend: Annotated[list[str] | None, typer.Option(help="Kernels.", show_default="all that run here")] = None,
     window: common.WindowOption = tca_jax.TCAConfig.window,
     reserve: Annotated[int | None, typer.Option(help="Reserve, tokens.", show_default="window / 8", min=0)] = None,
