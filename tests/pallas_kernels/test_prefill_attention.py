@@ -43,6 +43,7 @@ def _operands(backend, lengths, length, heads, kv_heads, head_dim, block, window
 
 def _expected(q, k, v, pool, budgets, lengths, far=None, *, block_size, window):
     q, k, v, *pools = (np.asarray(x, np.float64) for x in (q, k, v, pool.k, pool.v))
+    pool, budgets, far = jax.tree.map(np.asarray, (pool, budgets, far))
     out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
     for row, n in enumerate(lengths.tolist()):
         for block, head in np.ndindex(-(-n // block_size), q.shape[2]):
@@ -52,9 +53,9 @@ def _expected(q, k, v, pool, budgets, lengths, far=None, *, block_size, window):
             parts = [[x[row, first:end, kv] for x in (k, v)], [x[offset : offset + prefix] for x in pools]]
             if far is not None:
                 place = row, kv, block
-                blocks = np.asarray(far.blocks)[place][: int(far.counts[place])]
+                blocks = far.blocks[place][: far.counts[place]]
                 tokens = [t for b in blocks for t in range(b, b + block_size) if not far.selected[row, kv, t]]
-                bias = np.asarray(far.mean_bias, np.float64)[place][: int(far.mean_counts[place])]
+                bias = np.float64(far.mean_bias[place][: far.mean_counts[place]])
                 means = np.flatnonzero(bias > -np.inf)
                 bias, of_blocks = bias[means], (np.asarray(x, np.float64) for x in (far.mean_k, far.mean_v))
                 parts += [[x[row, tokens, kv] for x in (k, v)], [x[row, means, kv] for x in of_blocks]]
