@@ -30,7 +30,7 @@ class RoundedKeys(NamedTuple):
 
 
 def round_keys(k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B #Hkv"]) -> RoundedKeys:
-    """Keys in int8; what lies past a length is finite and counts for nothing."""
+    """Keys in int8; tokens past a length do not count."""
     there = (jnp.arange(k.shape[1])[:, None] < lengths[:, None])[..., None]  # [B, L, Hkv, 1]
     sums = jnp.where(there, k.astype(jnp.float32), 0).sum(axis=1, keepdims=True)
     mean = sums / jnp.maximum(lengths, 1)[:, None, :, None]
@@ -40,7 +40,7 @@ def round_keys(k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B #Hkv"]) -> 
 
 
 def round_queries(q: Float[Array, "*n d"]) -> tuple[Int8[Array, "*n d"], Float32[Array, " *n"]]:
-    """Queries in int8, and what makes logits to base 2 of a product with codes of keys, but for the scale of these."""
+    """Queries in int8; and factors that make logits to base 2 of products with codes of keys, but for their scale."""
     head_dim, rotated = q.shape[-1], rotate(q)
     scale = scale_of(rotated, -1, 127)
     return to_int8(rotated, scale), scale[..., 0] * (LOG2E * head_dim**-0.5 / (head_dim * _ENTRY**2))

@@ -1,6 +1,6 @@
 """Block scores: shares of the blocks of keys in the largest logits of sampled queries, for each tile of queries.
 
-docs/method.md, "Readings".
+docs/worth.md, "The rule".
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def block_scores(
         lengths: Prompt lengths [B]; may be traced.
         block_size: Tokens in a block and queries in a tile, b.
         stride: Divides b.
-        backend: See `backends.Backend`.
+        backend: See `backends.Backend`. Triton rounds q and k of 16 bits to int8 (`pallas_kernels.int8`).
 
     Returns:
         [B, Hkv, N, N], N = ceil(L / b); 0 where j > t or the tile is past the length.

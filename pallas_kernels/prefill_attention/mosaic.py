@@ -484,5 +484,5 @@ def transposed(ref: Any) -> Any:
 
 
 def load(ref: Any, layout: Any) -> Any:
-    """What a ref to global memory has, in registers."""
+    """A ref to global memory, in registers."""
     return plgpu.load(ref, *() if _IS_NEW else ((),), layout=layout, optimized=False)

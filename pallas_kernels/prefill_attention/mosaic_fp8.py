@@ -165,7 +165,7 @@ class EightBitSoftmax(mosaic.Softmax):
 
 
 def _to_codes(codes: Any) -> Any:
-    """The nearest codes as an operand in e4m3, 0 for what is negative: four columns of a thread in a register."""
+    """The nearest codes as an operand in e4m3, 0 for negative ones: four columns of a thread in a register."""
     layouts = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
     asm = "{ .reg .b32 a, b, c, d; " + "".join(f"cvt.rni.s32.f32 {x}, ${i}; " for i, x in enumerate("abcd", 1))
     asm += "cvt.pack.sat.u8.s32.b32 c, d, c, 0; cvt.pack.sat.u8.s32.b32 $0, b, a, c; }"  # two instructions in all
