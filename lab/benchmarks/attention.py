@@ -78,8 +78,8 @@ class WorthCase(Case):
     def select(self, q: Array, k: Array, v: Array, n: Array) -> Any:
         length, heads = k.shape[1:3]
         worth = jax.random.uniform(jax.random.key(0), (1, heads, length)) + np.resize(self.shares, heads)[:, None]
-        tiles = np.arange(1, cdiv(length, BLOCK) + 1, dtype=np.float32)
-        return choose_by_worth(q, k, v, worth, n, ReadSettings(jnp.ones(()), _SCORE / tiles[:, None], jnp.array(True)))
+        score = _SCORE / jnp.arange(1, cdiv(length, BLOCK) + 1)[:, None]  # of the blocks of each tile
+        return choose_by_worth(q, k, v, worth, n, ReadSettings(jnp.ones(()), score, jnp.array(True)))
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Any) -> Attended:
         (budgets, pool), sizes = selected.kept, {"block_size": BLOCK, "window": WINDOW}
