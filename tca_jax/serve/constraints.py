@@ -21,16 +21,20 @@ _LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 2
 _WHITESPACE = r" |\n {0,16}"  # between two tokens of JSON; without a bound some models write nothing else
 
 
+class NoGrammars(Unsupported):
+    """Grammars need a library that is not there, or do not work with the tokenizer."""
+
+
 class Grammars:
     """Compiles grammars: `grammars.json(schema)()` is the mask of one answer. ValueError if one cannot be compiled."""
 
     def __init__(self, lm: LM) -> None:
-        with explaining("grammars need llguidance: pip install llguidance", ImportError, error=Unsupported):
+        with explaining("grammars need llguidance: pip install llguidance", ImportError, error=NoGrammars):
             import llguidance.hf
         self._matcher, self._size = llguidance.LLMatcher, lm.config.vocab_size
         self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         size, stops = max(self._size, len(lm.tokenizer)), list(lm.eos_token_ids) or None  # no grammar allows more ids
-        with explaining(f"grammars do not work with the tokenizer of {lm.name}", ValueError, error=Unsupported):
+        with explaining(f"grammars do not work with the tokenizer of {lm.name}", ValueError, error=NoGrammars):
             self._tokenizer = llguidance.hf.from_tokenizer(lm.tokenizer, n_vocab=size, eos_token=stops)
 
     def json(self, schema: dict[str, Any], argument: str = "schema") -> Callable[[], Mask]:

@@ -18,7 +18,8 @@ from pydantic_core import PydanticCustomError
 
 from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.prompts import shown_token, token_bytes
-from tca_jax.errors import Unsupported, UserError, explaining
+from tca_jax.errors import UserError, explaining
+from tca_jax.serve.constraints import NoGrammars
 from tca_jax.serve.engine import DocumentInUse, EngineEnded, UnknownDocument
 from tca_jax.serve.streams import Completion
 
@@ -275,7 +276,7 @@ _ERRORS: dict[type[UserError], tuple[int, str | None, str | None]] = {
     EngineEnded: (503, None, None),
     UnknownDocument: (404, "document", "document_not_found"),
     DocumentInUse: (409, None, "document_in_use"),
-    Unsupported: (400, "response_format", "unsupported"),
+    NoGrammars: (400, "response_format", "unsupported"),
 }
 _NAMES = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *DocumentRequest.model_fields}
 

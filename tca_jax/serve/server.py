@@ -34,7 +34,7 @@ from tca_jax.engine.generation_config import GenerationConfig
 from tca_jax.engine.prompts import encode_continuation, encode_prompt, render_chat, require_tokenizer
 from tca_jax.serve import protocol
 from tca_jax.serve.constraints import Grammars, Mask
-from tca_jax.serve.engine import Engine
+from tca_jax.serve.engine import Engine, UnknownDocument
 from tca_jax.serve.metrics import Metrics
 from tca_jax.serve.protocol import ChatRequest, CompletionRequest, Json, RequestError, require_field
 from tca_jax.serve.streams import Completion, Stream
@@ -302,15 +302,7 @@ class Server:
         if isinstance(wanted, ChatRequest) and (schema := wanted.response_format.schema_of_answer) is not None:
             async with self._compiling:
                 mask = await run_in_threadpool(lambda: self._grammars.json(schema, _SCHEMA))
-        prompts = await run_in_threadpool(self._prompts, wanted)
-        begun = [(each, protocol.generation_config(wanted, self._max_tokens(wanted, *each))) for each in prompts]
-        rows, held = len(prompts) * wanted.n, sum(each.rows for each in self._metrics.open)
-        most = self._settings.max_waiting
-        require_field(rows <= most, "n", f"n = {rows} answers: at most {most} may wait or be written")
-        busy = f"{held} answers wait or are written, and {rows} more are requested: at most {most} may; try again later"
-        require_field(held + rows <= most, None, busy, status=429, code="rate_limit_exceeded")
-        answers = Answers(self._metrics, begun, wanted.n, self._settings.timeout)
-        await answers.begin(self._engine, mask, self._threads)
+        answers = await self._begin(wanted, mask)
         if wanted.stream:
             events = self._events(answers, form, wanted.stream_options.include_usage)
             return _Events(events, answers, self._settings.body_seconds)
@@ -328,6 +320,25 @@ class Server:
             gone.cancel()
             answers.close()
         return _json(form.response([each for _, each in sorted(answers.completions.items())], answers.usage()))
+
+    async def _begin(self, wanted: ChatRequest | CompletionRequest, mask: Callable[[], Mask] | None) -> Answers:
+        """Begins the answers to a request. RequestError where they are too many."""
+        try:
+            prompts = await run_in_threadpool(self._prompts, wanted)
+            begun = [(each, protocol.generation_config(wanted, self._max_tokens(wanted, *each))) for each in prompts]
+            rows, held = len(prompts) * wanted.n, sum(each.rows for each in self._metrics.open)
+            most = self._settings.max_waiting
+            require_field(rows <= most, "n", f"n = {rows} answers: at most {most} may wait or be written")
+            busy = f"{held} answers wait or are written, and {rows} more are requested: at most {most} may"
+            code = "rate_limit_exceeded"
+            require_field(held + rows <= most, None, f"{busy}; try again later", status=429, code=code)
+            answers = Answers(self._metrics, begun, wanted.n, self._settings.timeout)
+            await answers.begin(self._engine, mask, self._threads)
+        except UnknownDocument:
+            if wanted.document is not None:
+                raise
+            return await self._begin(wanted, mask)  # what the chat began with was deleted meanwhile
+        return answers
 
     async def _events(self, answers: Answers, form: protocol.Chat, include_usage: bool) -> AsyncIterator[bytes]:
         for first in form.begin(answers.rows):

@@ -130,9 +130,8 @@ def test_documents_are_uploaded_asked_about_and_deleted(lm, client, http):
         client.chat.completions.create(messages=QUESTION, **extra)
 
 
-def test_chat_finds_longest_document_by_tokens(lm, client, http):
-    book = BOOK[::-1]
-    system = {"role": "system", "content": "Be brief."}
+def test_chat_finds_longest_document_by_tokens(lm, engine, client, http, monkeypatch):
+    book, system = BOOK[::-1], {"role": "system", "content": "Be brief."}
     chat = [system, {"role": "user", "content": f"{book}\n\nWho?"}]
     (expected,) = text_of(lm, chat)
     whole = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
@@ -144,6 +143,14 @@ def test_chat_finds_longest_document_by_tokens(lm, client, http):
     found = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
     assert (found.choices[0].message.content, found.usage.prompt_tokens) == (expected, whole.usage.prompt_tokens)
     assert found.usage.prompt_tokens_details.cached_tokens == len(ids)
+
+    def find_and_delete(tokens, find=engine.prefix_of):
+        document = find(tokens)
+        return document and (engine.forget(document.id), document)[1]
+
+    monkeypatch.setattr(engine, "prefix_of", find_and_delete)
+    left = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
+    assert (left.choices[0].message, left.usage) == (whole.choices[0].message, whole.usage)
 
 
 @pytest.mark.parametrize(
