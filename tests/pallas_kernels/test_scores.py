@@ -151,7 +151,7 @@ def check_block_scores(function, sizes, block_size, stride, tolerance=1e-4, scal
 )
 def test_block_scores_equals_the_oracle(sizes, block_size, stride, backend):
     function, rounds = implementation("block_scores", backend), backend == "triton" and len(sizes) == 6
-    check_block_scores(function, sizes, block_size, stride, tolerance=0.1 if rounds else 1e-4)
+    check_block_scores(function, sizes, block_size, stride, tolerance=0.03 if rounds else 1e-4)
     if len(sizes) == 5:  # scores past the range of exp, in float32
         check_block_scores(function, sizes, block_size, stride, tolerance=2e-3, scale=25.0)
 
