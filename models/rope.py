@@ -103,7 +103,7 @@ def apply_rope(
     x: Float[Array, "*tokens H d"], cos: Float[Array, "*tokens half"], sin: Float[Array, "*tokens half"]
 ) -> Float[Array, "*tokens H d"]:
     """Rotate each head's dimension pairs (i, i + d / 2), in float32; the result has the dtype of x."""
-    halves, sign = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1), np.array([[-1], [1]], np.float32)
+    halves, sign = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2), np.array([[-1], [1]], np.float32)
     cos, sin = cos[..., None, None, :], sin[..., None, None, :]
     # Of halves put together again, XLA would write an entry at a time.
     return (halves * cos + halves[..., ::-1, :] * (sign * sin)).astype(x.dtype).reshape(x.shape)

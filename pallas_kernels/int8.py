@@ -2,7 +2,7 @@
 
 Of keys the mean over the prompt is taken off, which a softmax does not see, and queries and keys are rotated by a
 Hadamard matrix, which products do not see and which spreads large channels over all. Then int8 has a scale for each
-query and one for each head's keys.
+query, and one for all keys of a head or for each run of them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ class RoundedKeys(NamedTuple):
     """Keys of a prompt: codes * scale, rotated back, plus mean."""
 
     codes: Int8[Array, "B L Hkv d"]
-    scale: Float32[Array, "B 1 Hkv 1"]
+    scale: Float32[Array, "B n Hkv 1"]  # of each run
     mean: Float32[Array, "B 1 Hkv d"]
 
 
-def round_keys(k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B #Hkv"]) -> RoundedKeys:
-    """Keys in int8; tokens past a length do not count."""
-    there = (jnp.arange(k.shape[1])[:, None] < lengths[:, None])[..., None]  # [B, L, Hkv, 1]
+def round_keys(k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B #Hkv"], run: int | None = None) -> RoundedKeys:
+    """Keys in int8, with a scale for each `run` of tokens, or for all; tokens past a length do not count."""
+    batch, length, heads, head_dim = k.shape
+    there = (jnp.arange(length)[:, None] < lengths[:, None])[..., None]  # [B, L, Hkv, 1]
     sums = jnp.where(there, k.astype(jnp.float32), 0).sum(axis=1, keepdims=True)
     mean = sums / jnp.maximum(lengths, 1)[:, None, :, None]
-    rotated = rotate(k, mean)
-    scale = scale_of(jnp.where(there, rotated, 0), (1, 3), 127)
-    return RoundedKeys(to_int8(rotated, scale), scale, mean)
+    run = run or length
+    rotated = jnp.pad(jnp.where(there, rotate(k, mean), 0), ((0, 0), (0, -length % run), (0, 0), (0, 0)))
+    runs = rotated.reshape(batch, -1, run, heads, head_dim)
+    scale = scale_of(runs, (2, 4), 127)  # [B, n, 1, Hkv, 1]
+    return RoundedKeys(to_int8(runs, scale).reshape(rotated.shape)[:, :length], scale[:, :, 0], mean)
 
 
 def round_queries(q: Float[Array, "*n d"]) -> tuple[Int8[Array, "*n d"], Float32[Array, " *n"]]:

@@ -35,7 +35,7 @@ NOTE = (
 
 #: Shares of the tokens that the KV heads of a layer read under predicted worth; most heads read blocks and means alone.
 _READ = {"worth": (0.51, 0.32, 0.1, 0.03, 0, 0, 0, 0), "worth, one head": (0.98, 0, 0, 0, 0, 0, 0, 0)}
-_SCORE = 5.4  # of blocks that are read, over that of equal ones: of random keys and groups of four, 2.4% of the blocks
+_SCORE = 5.4  # of blocks that are read, over that of equal ones: 2.4% of long prompts of random keys in groups of four
 _EXACT, _ESTIMATED = 1e-2, 0.1  # most relative error; backends may choose other blocks of nearly the same estimate
 
 
@@ -79,7 +79,8 @@ class WorthCase(Case):
         length, heads = k.shape[1:3]
         worth = jax.random.uniform(jax.random.key(0), (1, heads, length)) + np.resize(self.shares, heads)[:, None]
         score = _SCORE / jnp.arange(1, cdiv(length, BLOCK) + 1)[:, None]  # of the blocks of each tile
-        return choose_by_worth(q, k, v, worth, n, ReadSettings(jnp.ones(()), score, jnp.array(True)))
+        settings, backend = ReadSettings(jnp.ones(()), score, jnp.array(True)), resolve_backend(self.backend)
+        return choose_by_worth(q, k, v, worth, n, settings, backend=backend)
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Any) -> Attended:
         (budgets, pool), sizes = selected.kept, {"block_size": BLOCK, "window": WINDOW}
@@ -139,7 +140,9 @@ def main(
     models: common.ModelsOption = None,
     shares: shapes.BlockSharesOption = None,
     methods: shapes.MethodsOption = None,
-    worth: Annotated[bool, typer.Option("--worth", help="Predicted worth: tokens, blocks, means.")] = False,
+    worth: Annotated[
+        bool, typer.Option("--worth", help="Predicted worth: tokens, blocks (all up to 4,096 tokens), means.")
+    ] = False,
     backend: Annotated[list[str] | None, typer.Option(help="Kernels.", show_default="all that run here")] = None,
     window: common.WindowOption = tca_jax.TCAConfig.window,
     reserve: Annotated[int | None, typer.Option(help="Reserve, tokens.", show_default="window / 8", min=0)] = None,

@@ -2,8 +2,9 @@
 
 A program has the sampled queries of some neighbouring tiles of a KV head, all heads of the group, and goes over the
 blocks up to its last tile. It writes one number for each query and block, a `block_size`-th of the logits, and each
-query's log-sum-exp over its blocks; XLA takes the powers. Tiles are taken in parts, which bounds memory. Operands of 16
-bits are rounded to int8, whose products take half the time: that moves logits by about a percent.
+query's log-sum-exp over its blocks; XLA takes the powers. Tiles are taken in parts, which bounds what is written.
+Operands of 16 bits are rounded to int8, keys of each block with a scale of their own: products take half the time, and
+logits move by about a percent of their spread.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2
 
 _MOST_ROWS = 256  # of a program
 _MOST_BYTES = 2**29  # of what a part of the tiles writes
-_UNSEEN = -(2**30)  # product of a masked token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def block_scores(
     config: BlockScoresConfig | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `block_scores.block_scores`. Keys past a row's length are never read."""
+    """See `block_scores.block_scores`."""
     batch, length, kv_heads, head_dim = k.shape
     check_supported("block_scores", head_dim, q, k, block_size=block_size)
     if length == 0:
@@ -89,11 +89,11 @@ def block_scores(
     positions = jnp.minimum(sampled_positions(lengths, tiles, block_size, stride), length - 1)  # [B, N', S]
     queries = jnp.take_along_axis(q, positions.reshape(batch, -1, 1, 1), axis=1, mode="promise_in_bounds")
     if exact:
-        scales = jnp.full(queries.shape[:-1], LOG2E / math.sqrt(head_dim))
+        scales = jnp.full(queries.shape[:-1], LOG2E / math.sqrt(head_dim), jnp.float32)
+        key_scales = jnp.ones((batch, blocks, kv_heads, 1), jnp.float32)
     else:
         queries, scales = round_queries(queries)
-        k, k_scale, _ = round_keys(k, lengths[:, None])
-        scales *= jnp.repeat(k_scale[..., 0], group, axis=2)
+        k, key_scales, _ = round_keys(k, lengths[:, None], block_size)
 
     def by_program(x: Array) -> Array:
         """Rows of a tile side by side, from [B, N' x S, Hq, ...]: [B, Hkv, programs, tiles x S x G, ...]."""
@@ -111,7 +111,7 @@ def block_scores(
         where = lax.dynamic_slice_in_dim(places, first, part, axis=1)
         peaks, sums = triton_call(
             kernel,
-            (*own, where, k, lengths, first[None].astype(jnp.int32)),
+            (*own, where, k, key_scales[..., 0], lengths, first[None].astype(jnp.int32)),
             [((batch, kv_heads, part, blocks, held), jnp.float32), ((batch, kv_heads, part, held), jnp.float32)],
             grid=(part, kv_heads, batch),
             name="block_scores",
@@ -145,6 +145,7 @@ def _peaks(
     scales_ref: Any,
     places_ref: Any,
     k_ref: Any,
+    key_scales_ref: Any,
     lengths_ref: Any,
     first_ref: Any,
     out_ref: Any,
@@ -159,6 +160,7 @@ def _peaks(
     _, _, part, count, head_dim = q_ref.shape
     of_int8 = q_ref.dtype == jnp.int8
     zero, sum_dtype = jnp.zeros((), q_ref.dtype), jnp.int32 if of_int8 else jnp.float32
+    unseen = -(2**30) if of_int8 else -(2.0**99)  # product of a masked token
     turn, head, row = (pl.program_id(axis) for axis in range(3))
     program = part - 1 - turn  # the last tiles, which see most, come first
     length = lengths_ref[row]
@@ -175,7 +177,7 @@ def _peaks(
 
     def one_block(block: Array, state: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
         highest, summed = state
-        peak = jnp.full((held,), _UNSEEN, sum_dtype)
+        key_scale, peak = key_scales_ref[row, block, head], jnp.full((held,), unseen, sum_dtype)
         for step in range(steps):
             start = block * block_size + step * config.keys
             where = k_ref.at[row, pl.ds(start, config.keys), head, :]
@@ -184,11 +186,11 @@ def _peaks(
             k = pltriton.load(where, mask=inside, other=zero) if masked else where[...]
             products = dot(q, k, transposed=True)
             if masked:
-                products = jnp.where(token[None, :] <= place[:, None], products, _UNSEEN)
+                products = jnp.where(token[None, :] <= place[:, None], products, unseen)
             peak = jnp.maximum(peak, jnp.max(products, axis=1))
-        found = scale * peak.astype(jnp.float32)
+        found = scale * key_scale * peak.astype(jnp.float32)
         if masked:
-            found = jnp.where(peak > _UNSEEN, found, MASKED)
+            found = jnp.where(peak > unseen, found, MASKED)
         pltriton.store(out_ref.at[row, head, program, block, :], found)
         higher = jnp.maximum(highest, found)
         return higher, summed * power(highest, 1.0, -higher) + power(found, 1.0, -higher)

@@ -32,7 +32,7 @@ _WARPGROUPS = 2  # that compute; one more moves memory
 ONES = 8  # rows of ones below values in eight bits, whose product sums probabilities: as few as a product takes
 _STAGES = 2  # K and V tiles in flight; each takes 512 d bytes of shared memory
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
-_IS_NEW = jax.__version_info__ >= (0, 11)  # what 0.10 has only as a function, or with an index, it deprecates
+_IS_NEW = jax.__version_info__ >= (0, 11)  # deprecates functions and arguments that 0.10 needs
 
 
 class Far(NamedTuple):

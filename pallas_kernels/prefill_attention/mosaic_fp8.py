@@ -61,7 +61,10 @@ def prefill_attention(
     window: int,
     far: FarBlocks | None = None,
 ) -> Array:
-    """See `prefill_attention.prefill_attention`. Values among the padding, and of all means, must be finite."""
+    """See `prefill_attention.prefill_attention`. Values among the padding, and of all means, must be finite.
+
+    Biases of means must be at least 0, as an entropy is, or -inf.
+    """
     sizes: Any = {"block_size": block_size, "window": window}
     given = q, k, v, pool, budgets, lengths, far
     operands = mosaic.kernel_operands(*given, unit=8 * LOG2E, backend="mosaic_fp8", **sizes)
@@ -117,7 +120,7 @@ def _for_products(v: Float[Array, "*n d"], scale: Float[Array, "*#n 1"]) -> Floa
 
 
 class EightBitSoftmax(mosaic.Softmax):
-    """The state is the unit of each row, in eighths of powers of two, the sum of its codes and its largest score.
+    """The state is the unit of each row, in eighths of powers of two, and its largest score; the output has sums last.
 
     Without turns: a softmax takes less time than its products.
     """
@@ -143,7 +146,7 @@ class EightBitSoftmax(mosaic.Softmax):
     def update(self, scores: Any, out: Any, state: Any) -> tuple[Any, Any, Any]:
         unit, top = state
         base = _BASE * self.scale
-        bits = lax.bitcast_convert_type(scores, jnp.int32).max(axis=1)  # in the order of scores that are not masked
+        bits = lax.bitcast_convert_type(scores, jnp.int32).max(axis=1)  # in their order: scores are positive, or masked
         highest = lax.bitcast_convert_type(bits, jnp.float32) * self.scale - base
         top = jnp.maximum(top, highest)
         # An integer shift: what it differs by from the largest score counts in the unit.

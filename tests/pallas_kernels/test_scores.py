@@ -120,8 +120,10 @@ def test_score_reaches_the_tokens_that_follow():
 
 
 def check_block_scores(function, sizes, block_size, stride, tolerance=1e-4, scale=None):
-    """By the definition, a sampled query at a time `[B, Hkv, N, N]`."""
+    """By the definition, a sampled query at a time `[B, Hkv, N, N]`; queries, and heads of keys, differ in size."""
     q, k, lengths = operands(*sizes, scale=scale)
+    q *= np.random.default_rng(1).choice([0.1, 0.5, 1, 3], (*q.shape[:3], 1)).astype(q.dtype)
+    k *= (5.0 ** -np.arange(k.shape[2]))[:, None].astype(k.dtype)
     blocks = -(-k.shape[1] // block_size)
     expected = np.zeros((len(k), k.shape[2], blocks, blocks))
     for row, head, queries, keys in regions(q, k, lengths):
@@ -142,7 +144,7 @@ def check_block_scores(function, sizes, block_size, stride, tolerance=1e-4, scal
     ("sizes", "block_size", "stride"),
     [
         # Off the block, one token, less than a stride, whole blocks, nothing.
-        (((75, 1, 3, 48, 16, 17, 0), 75, 2, 2, 64, jnp.bfloat16), 16, 8),
+        (((75, 1, 3, 48, 16, 17, 0), 75, 4, 2, 64, jnp.bfloat16), 16, 8),
         (((75, 16, 17), 75, 8, 2, 16), 16, 1),
         (((75, 1, 0), 75, 7, 1, 64), 16, 16),
         (((75, 47), 75, 6, 1, 16), 48, 16),
@@ -151,7 +153,7 @@ def check_block_scores(function, sizes, block_size, stride, tolerance=1e-4, scal
 )
 def test_block_scores_equals_the_oracle(sizes, block_size, stride, backend):
     function, rounds = implementation("block_scores", backend), backend == "triton" and len(sizes) == 6
-    check_block_scores(function, sizes, block_size, stride, tolerance=0.03 if rounds else 1e-4)
+    check_block_scores(function, sizes, block_size, stride, tolerance=0.05 if rounds else 1e-4)
     if len(sizes) == 5:  # scores past the range of exp, in float32
         check_block_scores(function, sizes, block_size, stride, tolerance=2e-3, scale=25.0)
 
@@ -170,7 +172,8 @@ def test_xla_takes_any_block_size_and_head_dim():
 )
 def test_block_scores_in_other_tiles(config, block_size, stride):
     function = partial(implementation("block_scores", "triton"), config=BlockScoresConfig(*config))
-    check_block_scores(function, ((150, 82, 33, 3), 150, 6, 2, 16), block_size, stride)
+    for scale in (None, 1e-20):  # equal logits
+        check_block_scores(function, ((150, 82, 33, 3), 150, 6, 2, 64, jnp.bfloat16), block_size, stride, 0.05, scale)
 
 
 def test_parts_of_the_tiles_do_not_matter(monkeypatch):

@@ -145,8 +145,7 @@ def test_chat_finds_longest_document_by_tokens(lm, engine, client, http, monkeyp
     assert found.usage.prompt_tokens_details.cached_tokens == len(ids)
 
     def find_and_delete(tokens, find=engine.prefix_of):
-        document = find(tokens)
-        return document and (engine.forget(document.id), document)[1]
+        return (document := find(tokens)) and (engine.forget(document.id), document)[1]
 
     monkeypatch.setattr(engine, "prefix_of", find_and_delete)
     left = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
