@@ -58,6 +58,7 @@ FIRST = (
     "serve/test_engine.py",
     "serve/test_server.py",
     "engine/test_mesh.py",
+    "engine/test_scored.py",
     "engine/test_contexts.py",
     "engine/test_eight_bits.py",
     "lab/benchmarks/test_commands.py",
@@ -66,6 +67,7 @@ FIRST = (
 #: methods in turn. `make test-integration` runs them and the tests of other files that are marked `integration`.
 INTEGRATION = (
     "engine/test_mesh.py",
+    "engine/test_scored.py",
     "lab/benchmarks",
     "lab/evaluation/test_answering.py",
     "lab/harness",

@@ -143,11 +143,8 @@ def test_chat_finds_longest_document_by_tokens(lm, engine, client, http, monkeyp
     found = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
     assert (found.choices[0].message.content, found.usage.prompt_tokens) == (expected, whole.usage.prompt_tokens)
     assert found.usage.prompt_tokens_details.cached_tokens == len(ids)
-
-    def find_and_delete(tokens, find=engine.prefix_of):
-        return (document := find(tokens)) and (engine.forget(document.id), document)[1]
-
-    monkeypatch.setattr(engine, "prefix_of", find_and_delete)
+    find = engine.prefix_of  # each document is deleted as soon as it is found
+    monkeypatch.setattr(engine, "prefix_of", lambda tokens: (d := find(tokens)) and (engine.forget(d.id), d)[1])
     left = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
     assert (left.choices[0].message, left.usage) == (whole.choices[0].message, whole.usage)
 
