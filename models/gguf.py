@@ -120,6 +120,9 @@ class Gguf:
         """The config.json of the model."""
         keys = _keys(self.metadata)
         require("model.embed_tokens.weight" in self.tensors, "tensor 'token_embd.weight' is missing")
+        rows, tokens = self.tensors["model.embed_tokens.weight"].shape[0], self.metadata.get("tokenizer.ggml.tokens")
+        fits = not isinstance(tokens, list) or len(tokens) <= rows
+        require(fits, f"tensor 'token_embd.weight' has {rows:,} rows: must have one for each of the file's tokens")
         for key in ("expert_count", "attention.sliding_window"):
             if keys.values.get(key):
                 keys.refuse(key, "0")
@@ -129,7 +132,7 @@ class Gguf:
             keys.refuse("rope.dimension_count", f"the head size {head_dim}")
         entries: dict[str, Any] = {
             "model_type": self.metadata["general.architecture"],
-            "vocab_size": self.tensors["model.embed_tokens.weight"].shape[0],
+            "vocab_size": rows,
             "hidden_size": hidden,
             "intermediate_size": keys.integer("feed_forward_length"),
             "num_hidden_layers": keys.integer("block_count"),

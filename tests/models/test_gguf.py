@@ -240,6 +240,7 @@ BAD = {
     "two scalings": (keyed(".rope.scaling.factor", 4.0), f"'linear' is not supported: .*beside tensor '{FACTORS}'"),
     "RoPE factors": (with_tensor(FACTORS, 1.01 * llama3_factors(16, 500_000.0, 32.0)), f"'{FACTORS}' is not supported"),
     "no embedding": (with_tensor(EMBEDDING, None), f"tensor '{EMBEDDING}' is missing"),
+    "tokens": (with_tensor(EMBEDDING, np.ones((9, 64), np.float32)), f"'{EMBEDDING}' has 9 rows: must have one"),
     "no keys": (with_tensor("blk.1.attn_k.weight", None), "lacks tensor 'model.layers.1.self_attn.k_proj.weight'"),
     "other tensor": (with_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)), "'model.layers.0.attn_sinks.we"),
     "shape": (with_tensor("output_norm.weight", np.ones(32, np.float32)), r"'model.norm.weight' has shape \[32"),
