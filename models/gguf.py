@@ -121,8 +121,9 @@ class Gguf:
         keys = _keys(self.metadata)
         require("model.embed_tokens.weight" in self.tensors, "tensor 'token_embd.weight' is missing")
         rows, tokens = self.tensors["model.embed_tokens.weight"].shape[0], self.metadata.get("tokenizer.ggml.tokens")
-        fits = not isinstance(tokens, list) or len(tokens) <= rows
-        require(fits, f"tensor 'token_embd.weight' has {rows:,} rows: must have one for each of the file's tokens")
+        count = len(tokens) if isinstance(tokens, list) else 0
+        must = f"must have one for each of the file's {count:,} tokens"
+        require(count <= rows, f"tensor 'token_embd.weight' has {rows:,} rows: {must}")
         for key in ("expert_count", "attention.sliding_window"):
             if keys.values.get(key):
                 keys.refuse(key, "0")

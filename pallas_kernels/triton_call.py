@@ -101,10 +101,8 @@ def check_supported(operation: str, head_dim: int, *arrays: Any, block_size: int
 
 def dot(a: Array, b: Array, *, transposed: bool = False) -> Array:
     """a b, or a b^T, summed in float32 or, of int8, in int32, in a kernel; float32 is not rounded to TF32."""
-    contracted, summed = (
-        (((1,), (1 if transposed else 0,)), ((), ())),
-        jnp.int32 if a.dtype == jnp.int8 else jnp.float32,
-    )
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+    summed = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     return lax.dot_general(a, b, contracted, precision=precision(a.dtype), preferred_element_type=summed)
 
 

@@ -58,7 +58,6 @@ FIRST = (
     "serve/test_engine.py",
     "serve/test_server.py",
     "engine/test_mesh.py",
-    "engine/test_scored.py",
     "engine/test_contexts.py",
     "engine/test_eight_bits.py",
     "lab/benchmarks/test_commands.py",

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
@@ -158,9 +159,8 @@ def _peaks(
 ) -> None:
     """The largest logit of each row in each block, and the log-sum-exp of these, to base 2."""
     _, _, part, count, head_dim = q_ref.shape
-    of_int8 = q_ref.dtype == jnp.int8
-    zero, sum_dtype = jnp.zeros((), q_ref.dtype), jnp.int32 if of_int8 else jnp.float32
-    unseen = -(2**30) if of_int8 else -(2.0**99)  # product of a masked token
+    zero = jnp.zeros((), q_ref.dtype)
+    unseen = np.int32(-(2**30)) if q_ref.dtype == jnp.int8 else np.float32(-(2.0**99))  # product of a masked token
     turn, head, row = (pl.program_id(axis) for axis in range(3))
     program = part - 1 - turn  # the last tiles, which see most, come first
     length = lengths_ref[row]
@@ -177,7 +177,7 @@ def _peaks(
 
     def one_block(block: Array, state: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
         highest, summed = state
-        key_scale, peak = key_scales_ref[row, block, head], jnp.full((held,), unseen, sum_dtype)
+        key_scale, peak = key_scales_ref[row, block, head], jnp.full((held,), unseen)
         for step in range(steps):
             start = block * block_size + step * config.keys
             where = k_ref.at[row, pl.ds(start, config.keys), head, :]

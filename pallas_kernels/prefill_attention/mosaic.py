@@ -199,7 +199,7 @@ def _move(refs: Operands, scoped: _Scoped, work: _Work, block_size: int) -> None
     """The memory warpgroup: fetches the tiles in the order of `_Work`."""
     far, tokens_last = refs.far, refs.rounding is not None
     plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")  # the others get them
-    if scoped.ones_ready is not None:
+    if refs.rounding is not None:
         for slot in range(_STAGES):
             place = scoped.v.at[slot, pl.ds(refs.q.shape[3], ONES)]
             plgpu.copy_gmem_to_smem(refs.rounding.ones, place, scoped.ones_ready)
@@ -320,7 +320,7 @@ def _fetch(scoped: _Scoped, step: Any, k_tile: Any, v_tile: Any, bias_tile: Any 
     if bias_tile is not None:  # read before K's slot is given back
         plgpu.copy_gmem_to_smem(bias_tile, scoped.bias.at[slot], scoped.bias_ready.at[slot])
     pl.when(reused)(lambda: plgpu.barrier_wait(scoped.v_read.at[slot]))
-    v_slot = scoped.v.at[slot] if scoped.ones_ready is None else scoped.v.at[slot, pl.ds(0, v_tile.shape[0])]
+    v_slot = scoped.v.at[slot, pl.ds(0, v_tile.shape[0])]  # in eight bits ones follow
     plgpu.copy_gmem_to_smem(v_tile, v_slot, scoped.v_ready.at[slot])
 
 

@@ -172,6 +172,7 @@ def test_xla_takes_any_block_size_and_head_dim():
 )
 def test_block_scores_in_other_tiles(config, block_size, stride):
     function = partial(implementation("block_scores", "triton"), config=BlockScoresConfig(*config))
+    check_block_scores(function, ((150, 82, 33, 3), 150, 6, 2, 16), block_size, stride)
     for scale in (None, 1e-20):  # equal logits
         check_block_scores(function, ((150, 82, 33, 3), 150, 6, 2, 64, jnp.bfloat16), block_size, stride, 0.05, scale)
 
