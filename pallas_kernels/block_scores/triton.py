@@ -3,8 +3,8 @@
 A program has the sampled queries of some neighbouring tiles of a KV head, all heads of the group, and goes over the
 blocks up to its last tile. It writes one number for each query and block, a `block_size`-th of the logits, and each
 query's log-sum-exp over its blocks; XLA takes the powers. Tiles are taken in parts, which bounds what is written.
-Operands of 16 bits are rounded to int8, keys of each block with a scale of their own: products take half the time, and
-logits move by about a percent of their spread.
+Operands of 16 bits are rounded to int8 (rounding.py): products take half the time, and logits move by about a percent
+of their spread.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.block_scores import sampled_positions
-from tca_jax.pallas_kernels.int8 import round_keys, round_queries
-from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, shared_memory
+from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, lengths_by_head, shared_memory
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
+from tca_jax.pallas_kernels.rounding import HEAD_DIMS, mean_key, round_keys, round_queries, tiles_of_prompt
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
 _MOST_ROWS = 256  # of a program
@@ -79,8 +79,9 @@ def block_scores(
     rows = block_size // stride * group
     given = f"{block_size // stride} queries of a tile times {group} heads"
     require(rows <= _MOST_ROWS, f"block_scores on Triton: {given}: at most {_MOST_ROWS}", Unsupported)
-    exact = k.dtype == jnp.float32 or head_dim < 32  # the least depth of a product of int8
-    config = config or default_config(rows, block_size, head_dim, jnp.float32 if exact else jnp.int8)
+    rounded = k.dtype != jnp.float32 and head_dim in HEAD_DIMS
+    peak_type = jnp.float16 if rounded else jnp.float32  # finer than logits of int8 are exact
+    config = config or default_config(rows, block_size, head_dim, jnp.int8 if rounded else k.dtype)
     held = max(16, pl.next_power_of_2(config.tiles * rows))
     # Parts of as many programs as may write at once.
     programs = cdiv(blocks, config.tiles)
@@ -89,12 +90,14 @@ def block_scores(
     tiles = parts * part * config.tiles
     positions = jnp.minimum(sampled_positions(lengths, tiles, block_size, stride), length - 1)  # [B, N', S]
     queries = jnp.take_along_axis(q, positions.reshape(batch, -1, 1, 1), axis=1, mode="promise_in_bounds")
-    if exact:
-        scales = jnp.full(queries.shape[:-1], LOG2E / math.sqrt(head_dim), jnp.float32)
-        key_scales = jnp.ones((batch, blocks, kv_heads, 1), jnp.float32)
+    if rounded:
+        queries, scales = round_queries(queries, interpret)
+        by_head = lengths_by_head(lengths, kv_heads)
+        tiles_of_keys = tiles_of_prompt(by_head, blocks * block_size, config.keys)
+        k, key_scales = round_keys(k, tiles_of_keys, mean_key(k, by_head), config.keys, interpret)
     else:
-        queries, scales = round_queries(queries)
-        k, key_scales, _ = round_keys(k, lengths[:, None], block_size)
+        scales = jnp.full(queries.shape[:-1], LOG2E / math.sqrt(head_dim), jnp.float32)
+        key_scales = jnp.ones((batch, blocks * block_size // config.keys, kv_heads), jnp.float32)
 
     def by_program(x: Array) -> Array:
         """Rows of a tile side by side, from [B, N' x S, Hq, ...]: [B, Hkv, programs, tiles x S x G, ...]."""
@@ -112,8 +115,8 @@ def block_scores(
         where = lax.dynamic_slice_in_dim(places, first, part, axis=1)
         peaks, sums = triton_call(
             kernel,
-            (*own, where, k, key_scales[..., 0], lengths, first[None].astype(jnp.int32)),
-            [((batch, kv_heads, part, blocks, held), jnp.float32), ((batch, kv_heads, part, held), jnp.float32)],
+            (*own, where, k, key_scales, lengths, first[None].astype(jnp.int32)),
+            [((batch, kv_heads, part, blocks, held), peak_type), ((batch, kv_heads, part, held), jnp.float32)],
             grid=(part, kv_heads, batch),
             name="block_scores",
             warps=config.warps,
@@ -127,7 +130,7 @@ def block_scores(
 
 
 def _shares(
-    peaks: Float32[Array, "B Hkv p N held"],
+    peaks: Float[Array, "B Hkv p N held"],
     sums: Float32[Array, "B Hkv p held"],
     places: Int[Array, "B p rows"],  # -1: sees nothing
     tiles: int,
@@ -177,7 +180,7 @@ def _peaks(
 
     def one_block(block: Array, state: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
         highest, summed = state
-        key_scale, peak = key_scales_ref[row, block, head], jnp.full((held,), unseen)
+        found = jnp.full((held,), MASKED, jnp.float32)
         for step in range(steps):
             start = block * block_size + step * config.keys
             where = k_ref.at[row, pl.ds(start, config.keys), head, :]
@@ -187,11 +190,10 @@ def _peaks(
             products = dot(q, k, transposed=True)
             if masked:
                 products = jnp.where(token[None, :] <= place[:, None], products, unseen)
-            peak = jnp.maximum(peak, jnp.max(products, axis=1))
-        found = scale * key_scale * peak.astype(jnp.float32)
-        if masked:
-            found = jnp.where(peak > unseen, found, MASKED)
-        pltriton.store(out_ref.at[row, head, program, block, :], found)
+            peak = jnp.max(products, axis=1)
+            logit = scale * key_scales_ref[row, block * steps + step, head] * peak.astype(jnp.float32)
+            found = jnp.maximum(found, jnp.where(peak > unseen, logit, MASKED) if masked else logit)
+        pltriton.store(out_ref.at[row, head, program, block, :], found.astype(out_ref.dtype))
         higher = jnp.maximum(highest, found)
         return higher, summed * power(highest, 1.0, -higher) + power(found, 1.0, -higher)
 

@@ -2,8 +2,9 @@
 
 Two compute warpgroups own 64 query rows each; one memory warpgroup streams 128-token tiles of K and V: first the
 diagonal tile, then the last tile of the head's region in the pool, then the rest of the region, then the window. Only
-the first two need a mask. Listed blocks and means come last, with a bias per key. A `Softmax` does the arithmetic: that
-of 16 bits is here, that of eight in mosaic_fp8.py.
+the first two need a mask. Listed blocks and means come last, with a bias per key. Programs of two heads that share K
+and V fetch a half of each tile for both: power limits long prompts, so what moves less data is faster. A `Softmax` does
+the arithmetic: that of 16 bits is here, that of eight in mosaic_fp8.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ROWS = 64  # query rows of a warpgroup: one wgmma tile
 TILE = 128  # query rows of a program, and tokens of a K or V tile
 _WARPGROUPS = 2  # that compute; one more moves memory
 ONES = 8  # rows of ones below values in eight bits, whose product sums probabilities: as few as a product takes
+SCALES = 32  # copies of a tile's scale in eight bits: TMA writes 128 bytes of shared memory
 _STAGES = 2  # K and V tiles in flight; each takes 512 d bytes of shared memory
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
 _IS_NEW = jax.__version_info__ >= (0, 11)  # deprecates functions and arguments that 0.10 needs
@@ -43,8 +45,8 @@ class Far(NamedTuple):
     mean_k: Any  # [B, N, Hkv, d]
     mean_v: Any
     mean_counts: Any
-    token_bias: Any  # [B, Hkv, L], in the units of `Softmax.scores`
-    mean_bias: Any  # [B, Hkv, N, N]
+    token_bias: Any  # [B, Hkv, L], what products are added to
+    mean_bias: Any  # [B, Hkv, N, N], in the units of `Softmax.scores`
 
 
 class Operands(NamedTuple):
@@ -61,6 +63,11 @@ class Operands(NamedTuple):
     order: Any
     far: Far | None
     rounding: Any = None  # scales of eight bits
+
+    @property
+    def pair(self) -> str | None:
+        """The axis of two programs whose query heads share K and V: each fetches a half of a tile for both."""
+        return None if self.q.shape[2] // self.k.shape[2] % 2 else "pair"
 
 
 # Under a jit of its own, all layers of a program share one kernel. JAX 0.11 numbers Mosaic kernels as it lowers them,
@@ -96,6 +103,7 @@ def kernel_operands(
     far: FarBlocks | None,
     *,
     unit: float,  # of the kernel's scores, in one of the logits
+    base: float = 0.0,  # that they are added to
     block_size: int,
     window: int,
     backend: str = "mosaic",
@@ -113,14 +121,14 @@ def kernel_operands(
     far_work = 0.0 if far is None else far.work(block_size)
     prefixes, order = prefix_schedule(budgets, q.shape[1] // block_size, window // block_size, far_work)
     table = (pool.offsets, prefixes, lengths_by_head(lengths, k.shape[2]), order)
-    return Operands(q, k, v, pool.k, pool.v, *table, None if far is None else _far_operands(far, padding, unit))
+    return Operands(q, k, v, pool.k, pool.v, *table, None if far is None else _far_operands(far, padding, unit, base))
 
 
-def _far_operands(far: FarBlocks, padding: int, unit: float) -> Far:
+def _far_operands(far: FarBlocks, padding: int, unit: float, base: float) -> Far:
     blocks = far.counts.shape[-1]
     rest, counted = -blocks % TILE, jnp.arange(blocks) < far.mean_counts[..., None]
     mean_k, mean_v = (jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))) for x in (far.mean_k, far.mean_v))
-    token_bias = jnp.pad(jnp.where(far.selected, jnp.float32(MASKED), 0), ((0, 0), (0, 0), (0, padding)))
+    token_bias = jnp.pad(jnp.where(far.selected, MASKED, jnp.float32(base)), ((0, 0), (0, 0), (0, padding)))
     mean_bias = jnp.maximum(jnp.where(counted, far.mean_bias * unit, MASKED), MASKED)
     mean_bias = jnp.pad(mean_bias, ((0, 0), (0, 0), (0, 0), (0, rest)), constant_values=MASKED)
     return Far(far.blocks, far.counts, mean_k, mean_v, far.mean_counts, token_bias, mean_bias)
@@ -156,6 +164,8 @@ def _find_work(refs: Operands, block_size: int, window: int) -> _Work:
     # most to do come first, and within a region the last tiles, so that the last programs are short.
     kv_heads, tiles = refs.k.shape[2], refs.q.shape[1] // TILE
     group, work = refs.q.shape[2] // kv_heads, lax.axis_index("work")
+    if refs.pair:
+        work = 2 * work + lax.axis_index(refs.pair)
     turn = lax.div(work, group)
     region = refs.order[lax.div(turn, tiles)]
     row, kv_head = lax.div(region, kv_heads), lax.rem(region, kv_heads)
@@ -169,12 +179,12 @@ def _find_work(refs: Operands, block_size: int, window: int) -> _Work:
     masked_steps = jnp.where(alive, jnp.where(tail > 0, 2, 1), 0)
     listed_tiles = biased_steps = jnp.int32(0)
     if refs.far is not None:
-        listed_tiles = refs.far.counts[row, kv_head, block] * (block_size // TILE)
-        biased_steps = listed_tiles + lax.div(refs.far.mean_counts[row, kv_head, block] + TILE - 1, TILE)
+        listed_tiles = jnp.where(alive, refs.far.counts[row, kv_head, block] * (block_size // TILE), 0)
+        means = jnp.where(alive, refs.far.mean_counts[row, kv_head, block], 0)
+        biased_steps = listed_tiles + lax.div(means + TILE - 1, TILE)
     place = row, head, kv_head, tile, block, length, refs.offsets[row, kv_head]
-    biased = jnp.where(alive, biased_steps, 0)
-    steps = jnp.where(alive, masked_steps + full_tiles + tile - edge_tile + biased_steps, 0)
-    return _Work(*place, full_tiles, tail, edge_tile, masked_steps, listed_tiles, biased, steps)
+    steps = biased_steps + jnp.where(alive, masked_steps + full_tiles + tile - edge_tile, 0)
+    return _Work(*place, full_tiles, tail, edge_tile, masked_steps, listed_tiles, biased_steps, steps)
 
 
 class _Scoped(NamedTuple):
@@ -190,32 +200,44 @@ class _Scoped(NamedTuple):
     k_read: Any
     v_read: Any
     turns: Any
+    done: Any = None  # of pairs
     bias: Any = None  # [stages, TILE], of tiles that have one
     bias_ready: Any = None
-    ones_ready: Any = None  # in eight bits
+    key_scales: Any = None  # [stages, SCALES], in eight bits
+    ones_ready: Any = None
 
 
 def _move(refs: Operands, scoped: _Scoped, work: _Work, block_size: int) -> None:
     """The memory warpgroup: fetches the tiles in the order of `_Work`."""
-    far, tokens_last = refs.far, refs.rounding is not None
+    far, rounding, head = refs.far, refs.rounding, (work.row, work.kv_head)
     plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")  # the others get them
-    if refs.rounding is not None:
+    if rounding is not None:
         for slot in range(_STAGES):
             place = scoped.v.at[slot, pl.ds(refs.q.shape[3], ONES)]
-            plgpu.copy_gmem_to_smem(refs.rounding.ones, place, scoped.ones_ready)
+            plgpu.copy_gmem_to_smem(rounding.ones, place, scoped.ones_ready)
 
-    def values(ref: Any, tokens: Any, *place: Any) -> Any:
-        return ref.at[(*place, slice(None), tokens) if tokens_last else (*place[:1], tokens, *place[1:])]
+    def fetch(step: Any, keys: Any, values: Any, scales: Any, place: tuple[Any, ...], tile: Any, bias: Any) -> None:
+        """Fills the next free slot of K and V as soon as all compute warpgroups have read it."""
+        tokens, slot, reused = _aligned(tile * TILE), lax.rem(step, jnp.int32(_STAGES)), step >= _STAGES
+        rows, copy = (*place[:1], tokens, *place[1:]), plgpu.copy_gmem_to_smem
+        pl.when(reused)(lambda: plgpu.barrier_wait(scoped.k_read.at[slot]))
+        copy(keys.at[rows], scoped.k.at[slot], scoped.k_ready.at[slot], collective_axes=refs.pair)
+        if rounding is not None:
+            copy(scales.at[(*place, tile)], scoped.key_scales.at[slot], scoped.k_ready.at[slot])
+        if bias is not None:  # read before K's slot is given back
+            copy(bias, scoped.bias.at[slot], scoped.bias_ready.at[slot])
+        pl.when(reused)(lambda: plgpu.barrier_wait(scoped.v_read.at[slot]))
+        v_tile = values.at[rows if rounding is None else (*place, slice(None), tokens)]
+        v_slot = scoped.v.at[slot, pl.ds(0, v_tile.shape[0])]  # in eight bits ones follow
+        copy(v_tile, v_slot, scoped.v_ready.at[slot], collective_axes=refs.pair)
 
     def fetch_pool(step: Any, tile: Any) -> None:
-        tokens = _aligned(work.offset + tile * TILE)  # regions start on multiples of 128
-        _fetch(scoped, step, refs.pool_k.at[tokens], values(refs.pool_v, tokens))
+        first = lax.div(work.offset, jnp.int32(TILE))  # regions start on multiples of 128
+        fetch(step, refs.pool_k, refs.pool_v, rounding and rounding.pool, (), first + tile, None)
 
     def fetch_prompt(step: Any, tile: Any, bias_ref: Any = None) -> None:
-        tokens = _aligned(tile * TILE)
-        bias = None if bias_ref is None else bias_ref.at[work.row, work.kv_head, tokens]
-        v_tile = values(refs.v, tokens, work.row, work.kv_head)
-        _fetch(scoped, step, refs.k.at[work.row, tokens, work.kv_head], v_tile, bias)
+        bias = None if bias_ref is None else bias_ref.at[(*head, _aligned(tile * TILE))]
+        fetch(step, refs.k, refs.v, rounding and rounding.keys, head, tile, bias)
 
     @pl.when(work.steps > 0)
     def fetch_all() -> None:
@@ -244,10 +266,8 @@ def _move(refs: Operands, scoped: _Scoped, work: _Work, block_size: int) -> None
 
         @pl.loop(0, work.biased_steps - work.listed_tiles)
         def fetch_means(i: Any) -> None:
-            tokens, step = _aligned(i * TILE), begin + work.listed_tiles + i
-            bias = far.mean_bias.at[work.row, work.kv_head, work.block, tokens]
-            v_tile = values(far.mean_v, tokens, work.row, work.kv_head)
-            _fetch(scoped, step, far.mean_k.at[work.row, tokens, work.kv_head], v_tile, bias)
+            bias, step = far.mean_bias.at[(*head, work.block, _aligned(i * TILE))], begin + work.listed_tiles + i
+            fetch(step, far.mean_k, far.mean_v, rounding and rounding.means, head, i, bias)
 
 
 def _mask(work: _Work, warpgroup: Any, step: Any, scores: Any) -> Any:
@@ -279,49 +299,42 @@ def call_kernel(operands: Operands, softmax: type[Softmax], dtype: Any, *, block
         refs, out_ref = jax.tree.unflatten(tree, flat[:-1]), flat[-1]
         head_dim, barriers = refs.q.shape[3], partial(plgpu.Barrier, num_barriers=_STAGES)
         v_tile = (TILE, head_dim) if refs.rounding is None else (head_dim + ONES, TILE)
+        read = partial(plgpu.ClusterBarrier, collective_axes=(refs.pair,)) if refs.pair else plgpu.Barrier
         scoped = {
             "q": tile(_WARPGROUPS, ROWS, head_dim, dtype=refs.q.dtype),
             "out": tile(_WARPGROUPS, ROWS, head_dim, dtype=dtype),
             "k": tile(_STAGES, TILE, head_dim, dtype=refs.k.dtype),
             "v": tile(_STAGES, *v_tile, dtype=refs.v.dtype),
             "q_ready": plgpu.Barrier(num_barriers=_WARPGROUPS),
-            "k_ready": barriers(),
+            "k_ready": barriers(num_arrivals=1 if refs.rounding is None else 2),  # with the scale
             "v_ready": barriers(),
-            "k_read": barriers(num_arrivals=_WARPGROUPS),
-            "v_read": barriers(num_arrivals=_WARPGROUPS),
+            "k_read": read(num_barriers=_STAGES, num_arrivals=_WARPGROUPS),
+            "v_read": read(num_barriers=_STAGES, num_arrivals=_WARPGROUPS),
             "turns": plgpu.Barrier(num_arrivals=_WARPGROUPS),
         }
+        if refs.pair:
+            scoped |= {"done": read(num_arrivals=_WARPGROUPS)}
         if refs.far is not None:
             scoped |= {"bias": plgpu.SMEM((_STAGES, TILE), jnp.float32), "bias_ready": barriers()}
         if refs.rounding is not None:
             scoped |= {"ones_ready": plgpu.Barrier(num_arrivals=_STAGES)}
+            scoped |= {"key_scales": plgpu.SMEM((_STAGES, SCALES), jnp.float32)}
         pl.run_scoped(lambda **held: program(refs, out_ref, _Scoped(**held)), collective_axes="wg", **scoped)
 
-    batch, length, heads, _ = operands.q.shape
+    (batch, length, heads, _), pair = operands.q.shape, () if operands.pair is None else (operands.pair,)
     out: Array = plgpu.kernel(
         entry,
         out_type=jax.ShapeDtypeStruct(operands.q.shape, dtype),
-        grid=(batch * heads * (length // TILE),),
+        grid=(batch * heads * (length // TILE) // 2 ** len(pair),),
         grid_names=("work",),
+        cluster=(2,) * len(pair),
+        cluster_names=pair,
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
         kernel_name="prefill_attention_kernel",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*arrays)
     return out
-
-
-def _fetch(scoped: _Scoped, step: Any, k_tile: Any, v_tile: Any, bias_tile: Any = None) -> None:
-    """Fills the next free slot of K and V as soon as both compute warpgroups have read it."""
-    slot = lax.rem(step, jnp.int32(_STAGES))
-    reused = step >= _STAGES
-    pl.when(reused)(lambda: plgpu.barrier_wait(scoped.k_read.at[slot]))
-    plgpu.copy_gmem_to_smem(k_tile, scoped.k.at[slot], scoped.k_ready.at[slot])
-    if bias_tile is not None:  # read before K's slot is given back
-        plgpu.copy_gmem_to_smem(bias_tile, scoped.bias.at[slot], scoped.bias_ready.at[slot])
-    pl.when(reused)(lambda: plgpu.barrier_wait(scoped.v_read.at[slot]))
-    v_slot = scoped.v.at[slot, pl.ds(0, v_tile.shape[0])]  # in eight bits ones follow
-    plgpu.copy_gmem_to_smem(v_tile, v_slot, scoped.v_ready.at[slot])
 
 
 def _attend(
@@ -340,12 +353,15 @@ def _attend(
     pl.when(work.steps > 0)(lambda: plgpu.barrier_wait(scoped.k_ready.at[0]))
     if softmax.turns:
         pl.when(warpgroup == 1)(lambda: _wait_turn(scoped.turns))
-    step = partial(_attend_tile, softmax, q_smem, scoped, work.steps)
+    queries = load(q_smem, plgpu.Layout.WGMMA if refs.rounding is None else plgpu.Layout.WGMMA_8BIT)
+    step = partial(_attend_tile, softmax, queries, scoped, work.steps)
     carry = lax.fori_loop(0, work.masked_steps, partial(step, mask=partial(_mask, work, warpgroup)), carry)
     plain_end = work.steps if refs.far is None else work.steps - work.biased_steps
     carry = lax.fori_loop(work.masked_steps, plain_end, step, carry)
     if refs.far is not None:
-        carry = lax.fori_loop(plain_end, work.steps, partial(step, biased=True), carry)
+        listed_end = plain_end + work.listed_tiles
+        carry = lax.fori_loop(plain_end, listed_end, partial(step, biased="tokens"), carry)
+        carry = lax.fori_loop(listed_end, work.steps, partial(step, biased="means"), carry)
     if softmax.turns:
         pl.when(warpgroup == 0)(lambda: _wait_turn(scoped.turns))
 
@@ -356,6 +372,9 @@ def _attend(
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem, out_ref.at[place])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if refs.pair:  # the other program may still arrive at this one's barriers
+        plgpu.barrier_arrive(scoped.done)
+        plgpu.barrier_wait(scoped.done)
 
 
 def _wait_turn(turns: Any) -> None:
@@ -366,36 +385,37 @@ def _wait_turn(turns: Any) -> None:
 
 def _attend_tile(
     softmax: Softmax,
-    q_smem: Any,
+    queries: Any,
     scoped: _Scoped,
     steps: Any,
     step: Any,
     carry: tuple[Any, Any],
     *,
     mask: Callable[[Any, Any], Any] | None = None,
-    biased: bool = False,
+    biased: str | None = None,  # "tokens" or "means"
 ) -> tuple[Any, Any]:
     """Takes one tile of K and V through the online softmax; `carry` is the output and the softmax's state."""
     (out, state), turns = carry, scoped.turns
     slot, next_slot = (lax.rem(n, jnp.int32(_STAGES)) for n in (step, step + 1))
 
     def multiply_qk(accumulator: Any) -> None:
-        plgpu.wgmma(accumulator, q_smem, transposed(scoped.k.at[slot]))
+        plgpu.wgmma(accumulator, queries, transposed(scoped.k.at[slot]))
         if softmax.turns:
             _wait_turn(turns)
 
-    bias = None
-    if biased:
+    bias, scale = None, softmax.scale_of(slot)
+    if biased is not None:
         plgpu.barrier_wait(scoped.bias_ready.at[slot])
         bias = plgpu.layout_cast(scoped.bias[slot], plgpu.Layout.WGMMA.reduce(0))
         bias = lax.broadcast_in_dim(bias, (ROWS, TILE), [1])
-    products = plgpu.layout_cast(softmax.first_products(bias), plgpu.Layout.WGMMA)
-    scores = softmax.scores(pl.run_state(multiply_qk)(plgpu.ACC.init(products)), bias)
+    products = plgpu.layout_cast(softmax.first_products(bias, biased), plgpu.Layout.WGMMA)
+    scores = pl.run_state(multiply_qk)(plgpu.ACC.init(products))
+    scores = softmax.scores(scores, bias if biased == "means" else None, scale)
     plgpu.barrier_arrive(scoped.k_read.at[slot])
     if mask is not None:
         scores = mask(step, scores)
     # Nothing of the softmax may sink below the barriers: the other warpgroup has the tensor cores meanwhile.
-    out, state, operand = lax.optimization_barrier(softmax.update(scores, out, state))
+    out, state, operand = lax.optimization_barrier(softmax.update(scores, scale, out, state))
     if softmax.turns:
         plgpu.barrier_arrive(turns)
     plgpu.barrier_wait(scoped.v_ready.at[slot])
@@ -421,26 +441,30 @@ class Softmax:
 
     def __init__(self, refs: Operands, scoped: _Scoped, work: _Work, first_row: Any) -> None:
         self.dtype, self.head_dim = refs.q.dtype, refs.q.shape[3]
-        self.scale = LOG2E * refs.q.shape[3] ** -0.5  # powers of two, so that scaling is part of a multiply-add
+        self.scale = LOG2E * refs.q.shape[3] ** -0.5
 
     def start(self) -> tuple[Any, Any]:
         """Output and state before any tile."""
         return zeros(self.head_dim), (of_rows(-jnp.inf), of_rows(0))
 
-    def first_products(self, bias: Any) -> Any:
+    def scale_of(self, slot: Any) -> Any:
+        """The factor of a tile's scores that gives powers of two, as a part of multiply-adds."""
+        return self.scale
+
+    def first_products(self, bias: Any, biased: str | None) -> Any:
         """The accumulator that products of queries and keys are added to."""
         return jnp.zeros((ROWS, TILE), jnp.float32) if bias is None else bias
 
-    def scores(self, products: Any, bias: Any) -> Any:
-        """The tile's logits in the softmax's unit."""
+    def scores(self, products: Any, of_means: Any, scale: Any) -> Any:
+        """The tile's logits over the scale."""
         return products
 
-    def update(self, scores: Any, out: Any, state: Any) -> tuple[Any, Any, Any]:
+    def update(self, scores: Any, scale: Any, out: Any, state: Any) -> tuple[Any, Any, Any]:
         """Output and state in units of the new peak, and probabilities as the operand of a product."""
         peak, weight = state
-        new_peak = jnp.maximum(peak, scores.max(axis=1) * self.scale)
+        new_peak = jnp.maximum(peak, scores.max(axis=1) * scale)
         decay = jnp.exp2(peak - new_peak)
-        probabilities = jnp.exp2(scores * self.scale - across(new_peak, scores))
+        probabilities = jnp.exp2(scores * scale - across(new_peak, scores))
         weight = weight * decay + probabilities.sum(axis=1)
         return out * across(decay, out), (new_peak, weight), probabilities.astype(self.dtype)
 

@@ -1,6 +1,6 @@
 """Prefill attention in eight bits on Pallas Mosaic GPU (Hopper): queries and keys in int8, values in e4m3.
 
-Queries and keys are those of int8.py. Their exact products are added to the bits of 1.5 2^23: read as a float32, that
+Operands are those of rounding.py. Exact products of int8 are added to the bits of 1.5 2^23: read as a float32, that
 plus the product.
 
 The codes of e4m3 are a piecewise linear logarithm: 8 (log2 p + 7), rounded, is the code of nearly p. So probabilities
@@ -23,14 +23,14 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
-from jaxtyping import Array, Float, Float8e4m3fn
+from jaxtyping import Array
 
-from tca_jax.pallas_kernels.int8 import rotate, round_keys, round_queries, scale_of, to_int8
+from tca_jax.pallas_kernels import rounding
 from tca_jax.pallas_kernels.kernel_math import LOG2E
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.numerics import varying_like
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv, varying_like
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks, mosaic
-from tca_jax.pallas_kernels.prefill_attention.mosaic import ONES, ROWS, TILE, across, of_rows, transposed
+from tca_jax.pallas_kernels.prefill_attention.mosaic import ONES, ROWS, SCALES, TILE, across, of_rows, transposed
 
 _E4M3 = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(_E4M3).max)
@@ -43,6 +43,9 @@ class Rounding(NamedTuple):
     """Scales of operands in eight bits."""
 
     rows: Any  # [B, Hq, L]: of products of each query, to eighths of powers of two, the step of e4m3's codes
+    keys: Any  # [B, Hkv, n, SCALES]: of each tile of the prompt, in all entries; TMA moves 128 bytes
+    pool: Any  # [P / TILE, SCALES]
+    means: Any  # [B, Hkv, m, SCALES], or None
     values: Any  # [B, Hkv]
     ones: Any  # [ONES, TILE]
 
@@ -67,56 +70,58 @@ def prefill_attention(
     """
     sizes: Any = {"block_size": block_size, "window": window}
     given = q, k, v, pool, budgets, lengths, far
-    operands = mosaic.kernel_operands(*given, unit=8 * LOG2E, backend="mosaic_fp8", **sizes)
+    operands = mosaic.kernel_operands(*given, unit=8 * LOG2E, base=_BASE, backend="mosaic_fp8", **sizes)
     out = mosaic.call_kernel(round_operands(operands), EightBitSoftmax, q.dtype, **sizes)
     return varying_like(out[:, : q.shape[1]], q, k, v, pool, budgets, lengths, far)
 
 
-def round_operands(operands: mosaic.Operands) -> mosaic.Operands:
-    """The operands in eight bits."""
-    q, v, pool_v, far, offsets = operands.q, operands.v, operands.pool_v, operands.far, operands.offsets
-    (batch, length, kv_heads, _), group = v.shape, q.shape[2] // v.shape[2]
-    there = (jnp.arange(length)[:, None] < operands.lengths[:, None])[..., None]  # [B, L, Hkv, 1]
-    firsts = jnp.where(operands.prefixes[..., -1] > 0, offsets, len(pool_v)).reshape(-1)  # of regions that are read
-    begun = firsts <= jnp.arange(len(pool_v))[:, None]
-    owner = jnp.where(begun, firsts, -1).argmax(axis=1)  # of each token of the pool: its region
+def round_operands(operands: mosaic.Operands, interpret: bool = False) -> mosaic.Operands:
+    """The operands in eight bits; tiles of keys are those that the kernel reads."""
+    q, v, pool_v, far, lengths = operands.q, operands.v, operands.pool_v, operands.far, operands.lengths
+    there = (jnp.arange(v.shape[1])[:, None] < lengths[:, None])[..., None]  # [B, L, Hkv, 1]
+    v_largest = jnp.abs(jnp.where(there, v, 0)).max(axis=(1, 3)).astype(jnp.float32)
+    v_scales = jnp.maximum(v_largest, rounding.LEAST) / _LARGEST  # [B, Hkv]
+    means = rounding.mean_key(operands.k, lengths)
 
-    def of_regions(by_head: Array) -> Array:
-        return by_head.reshape(batch * kv_heads, -1)[owner]
+    def rounded(k: Array, v: Array, tiles: rounding.Tiles) -> tuple[Array, Array, Array]:
+        codes, scales = rounding.round_keys(k, tiles, means, TILE, interpret)
+        return codes, rounding.round_values(v, tiles, v_scales.reshape(-1), TILE, interpret), scales
 
-    q_codes, q_scale = round_queries(q)
-    codes, k_scale, mean = round_keys(operands.k, operands.lengths)
-    v_scale = scale_of(jnp.where(there, v, 0), (1, 3), _LARGEST)
-    # From a step of an eighth on, rounding to int8 alone decides; past 1.3 the codes would not be exact.
-    rows = jnp.minimum(8 * q_scale * jnp.repeat(k_scale[..., 0], group, axis=2), 1)
-    pool_k = to_int8(rotate(operands.pool_k, of_regions(mean)), of_regions(k_scale))
+    q_codes, q_scales = rounding.round_queries(q, interpret)
+    k_codes, v_codes, k_scales = rounded(operands.k, v, rounding.tiles_of_prompt(lengths, v.shape[1], TILE))
+    of_pool = rounded(operands.pool_k[None, :, None], pool_v[None, :, None], _tiles_of_pool(operands))
+    pool_k, pool_v, pool_scales = of_pool[0][0, :, 0], of_pool[1][0, 0], of_pool[2]
+    mean_scales = None
     if far is not None:
-        mean_k = to_int8(rotate(far.mean_k, mean), k_scale)
-        far = far._replace(mean_k=mean_k, mean_v=_for_products(far.mean_v, v_scale))
-    return operands._replace(
-        q=q_codes,
-        k=codes,
-        v=_for_products(v, v_scale),
-        pool_k=pool_k,
-        pool_v=_for_products(pool_v, of_regions(v_scale)),
-        far=far,
-        rounding=Rounding(jnp.swapaxes(rows, 1, 2), v_scale[:, 0, :, 0], jnp.ones((ONES, TILE), _E4M3)),
-    )
+        attended = jnp.swapaxes((far.mean_bias > MASKED).any(axis=2), 1, 2)[..., None]  # others widen no scale
+        mean_k = jnp.where(attended, far.mean_k, means.reshape(len(v), 1, *v.shape[2:]).astype(v.dtype))
+        count = mean_k.shape[1]
+        of_all = rounding.tiles_of_prompt(jnp.full_like(lengths, count), count, TILE)
+        mean_k, mean_v, mean_scales = rounded(mean_k, far.mean_v, of_all)
+        far, mean_scales = far._replace(mean_k=mean_k, mean_v=mean_v), _for_tma(mean_scales)
+    # From a step of an eighth on, rounding to int8 alone decides; past 1.3 the codes would not be exact.
+    largest = jnp.repeat(k_scales.max(axis=1), q.shape[2] // v.shape[2], axis=1)
+    rows = jnp.swapaxes(jnp.minimum(8 * q_scales, 1 / largest[:, None]), 1, 2)
+    of_keys = _for_tma(k_scales), _for_tma(pool_scales)[0, 0], mean_scales
+    scales = Rounding(rows, *of_keys, v_scales, jnp.ones((ONES, TILE), _E4M3))
+    codes = {"q": q_codes, "k": k_codes, "v": v_codes, "pool_k": pool_k, "pool_v": pool_v}
+    return operands._replace(**codes, far=far, rounding=scales)
 
 
-def _for_products(v: Float[Array, "*n d"], scale: Float[Array, "*#n 1"]) -> Float8e4m3fn[Array, ...]:
-    """Codes of values, `[t, d]` or `[B, t, H, d]`, as an operand of probabilities in their registers, `[..., t]`.
+def _tiles_of_pool(operands: mosaic.Operands) -> rounding.Tiles:
+    """The tiles of the pool, a row of one head; those that no query reads are empty."""
+    firsts, read = operands.offsets.reshape(-1), operands.prefixes[..., -1].reshape(-1)
+    tokens = len(operands.pool_k)
+    tile = jnp.arange(cdiv(tokens, TILE), dtype=jnp.int32) * TILE
+    firsts = jnp.where(read > 0, firsts, tokens)
+    owners = jnp.where(firsts <= tile[:, None], firsts, -1).argmax(axis=1).astype(jnp.int32)
+    counts = jnp.where(firsts[owners] > tile, 0, jnp.clip(firsts[owners] + read[owners] - tile, 0, TILE))
+    return rounding.Tiles(counts[None, :, None], owners[None, :, None])
 
-    A thread has the probabilities of tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, and as an operand 4t to 4t + 3.
-    """
-    axis = v.ndim // 2 - 1  # of tokens
-    wide = jnp.moveaxis(v, axis, -1).astype(jnp.float32) / jnp.moveaxis(scale, axis, -1)
-    codes = jnp.clip(wide, -_LARGEST, _LARGEST).astype(_E4M3)
-    # By words, after a plain transposition: with other axes XLA would transpose an entry at a time.
-    words = lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2, 2, 4), jnp.uint32)  # 16 tokens, 8, 4
-    first, second = words[..., 0, :], words[..., 1, :]
-    low, high = first & 0xFFFF | second << 16, first >> 16 | second >> 16 << 16
-    return lax.bitcast_convert_type(jnp.stack([low, high], axis=-1), _E4M3).reshape(codes.shape)
+
+def _for_tma(scales: Array) -> Array:
+    """Scales `[B, n, H]` of tiles, `[B, H, n, SCALES]`."""
+    return jnp.broadcast_to(jnp.swapaxes(scales, 1, 2)[..., None], (*scales.shape[::2], scales.shape[1], SCALES))
 
 
 class EightBitSoftmax(mosaic.Softmax):
@@ -129,31 +134,36 @@ class EightBitSoftmax(mosaic.Softmax):
 
     def __init__(self, refs: mosaic.Operands, scoped: Any, work: Any, first_row: Any) -> None:
         rows = refs.rounding.rows.at[work.row, work.head, pl.ds(first_row, ROWS)]
-        self.scale = mosaic.load(rows, plgpu.Layout.WGMMA.reduce(1))
+        self.rows = mosaic.load(rows, plgpu.Layout.WGMMA.reduce(1))
         self.value_scale, self.head_dim = refs.rounding.values[work.row, work.kv_head], refs.q.shape[3]
+        self.key_scales = scoped.key_scales
         plgpu.barrier_wait(scoped.ones_ready)
 
     def start(self) -> tuple[Any, Any]:
         return mosaic.zeros(self.head_dim + ONES), (of_rows(-jnp.inf), of_rows(-jnp.inf))
 
-    def first_products(self, bias: Any) -> Any:
-        return jnp.full((ROWS, TILE), np.float32(_BASE).view(np.int32), jnp.int32)
+    def scale_of(self, slot: Any) -> Any:
+        return self.rows * self.key_scales[slot, 0]
 
-    def scores(self, products: Any, bias: Any) -> Any:
+    def first_products(self, bias: Any, biased: str | None) -> Any:
+        base = jnp.full((ROWS, TILE), _BASE, jnp.float32)
+        return lax.bitcast_convert_type(bias if biased == "tokens" else base, jnp.int32)
+
+    def scores(self, products: Any, of_means: Any, scale: Any) -> Any:
         scores = lax.bitcast_convert_type(products, jnp.float32)
-        return scores if bias is None else scores + bias * across(1 / self.scale, scores)
+        return scores if of_means is None else scores + of_means * across(1 / scale, scores)
 
-    def update(self, scores: Any, out: Any, state: Any) -> tuple[Any, Any, Any]:
+    def update(self, scores: Any, scale: Any, out: Any, state: Any) -> tuple[Any, Any, Any]:
         unit, top = state
-        base = _BASE * self.scale
+        base = _BASE * scale
         bits = lax.bitcast_convert_type(scores, jnp.int32).max(axis=1)  # in their order: scores are positive, or masked
-        highest = lax.bitcast_convert_type(bits, jnp.float32) * self.scale - base
+        highest = lax.bitcast_convert_type(bits, jnp.float32) * scale - base
         top = jnp.maximum(top, highest)
         # An integer shift: what it differs by from the largest score counts in the unit.
         shift = jnp.round(jnp.maximum(highest, top - _DEEPEST) + base)
         new_unit = shift - base
         decay = jnp.exp2((unit - new_unit) / 8)
-        operand = _to_codes(scores * across(self.scale, scores) + across(_TOP - shift, scores))
+        operand = _to_codes(scores * across(scale, scores) + across(_TOP - shift, scores))
         return out, (new_unit, top, decay), operand
 
     def multiply_pv(self, operand: Any, v_smem: Any, out: Any, state: Any, meanwhile: Any) -> Any:

@@ -19,11 +19,11 @@ EIGHT_BITS = {"q": jnp.bfloat16, "caches.k": CODES, "caches.v": CODES}
 
 CASES = [
     *(("select_tokens", "triton", 2, sizes) for sizes in (QWEN, LARGE, FLOAT32)),
-    # A program has few tiles of a group of 7 and of small strides, several of a group of 4 and large ones.
-    ("block_scores", "triton", 1, {**LLAMA, "stride": 8}),
-    ("block_scores", "triton", 1, {**LLAMA, "stride": 32, "config": BlockScoresConfig(2, 64, 4, 3)}),
+    # Two kernels round to int8. A program has few tiles of a group of 7 and of small strides, several of a group of 4.
+    ("block_scores", "triton", 3, {**LLAMA, "stride": 8}),
+    ("block_scores", "triton", 3, {**LLAMA, "stride": 32, "config": BlockScoresConfig(2, 64, 4, 3)}),
     ("block_scores", "triton", 1, {**LLAMA, "dtype": jnp.float32}),
-    ("block_scores", "triton", 1, QWEN),
+    ("block_scores", "triton", 3, QWEN),
     ("block_scores", "triton", 1, {**SHORT, "dtype": jnp.float16}),
     ("prefill_attention", "triton", 1, {**LLAMA, "P": 2**20}),
     ("prefill_attention", "triton", 1, {**QWEN, "dtype": jnp.float16, "P": 2**20}),

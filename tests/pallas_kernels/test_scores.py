@@ -38,9 +38,6 @@ def regions(q, k, lengths):
             yield row, head, q[row, :, head * group : (head + 1) * group], k[row, :length, head]
 
 
-# --- token scores ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sizes", "block_size"),
     [
@@ -75,8 +72,6 @@ def test_hhi_survives_scores_whose_squares_underflow():
     np.testing.assert_allclose(hhi[:, 0], np.full((2, 2), 1 / 8), rtol=1e-5)
     assert not np.any(mass[1])  # a row without tokens
 
-
-# --- observation scores ---------------------------------------------------------------------------
 
 OBSERVED, SPREAD = 20, 4
 
@@ -114,9 +109,6 @@ def test_score_reaches_the_tokens_that_follow():
     np.testing.assert_allclose(scores[21:26], 0.5 ** np.arange(5), rtol=1e-5)
     assert max(float(scores[:21].max()), float(scores[26:].max())) < 1e-10
     assert not np.any(scores[40:])
-
-
-# --- block scores ---------------------------------------------------------------------------------
 
 
 def check_block_scores(function, sizes, block_size, stride, tolerance=1e-4, scale=None):

@@ -50,9 +50,6 @@ def test_ranked_tokens_past_the_array_or_negative():
     np.testing.assert_array_equal(marked[:, 0], (np.arange(TOKENS) < 7) & (ranked[:, None] > 0))
 
 
-# --- selection ------------------------------------------------------------------------------------
-
-
 def draw_selection(offsets, tokens, block_size, dtype=jnp.float32):
     """Scores with many ties, and budgets from nothing to whole blocks."""
     rng = np.random.default_rng(0)

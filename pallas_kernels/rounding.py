@@ -1,0 +1,165 @@
+"""Queries, keys and values of prompts in eight bits, for attention and the choice of blocks, through Pallas-Triton.
+
+Of keys the mean over the prompt is taken off, which a softmax does not see, and queries and keys are rotated by a
+Hadamard matrix, which products do not see and which spreads large channels over all. Then int8 has a scale for each
+query and for each tile of keys, so that a large key spoils its own tile alone. Values are e4m3, with a scale a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Int8, Int32
+
+from tca_jax.pallas_kernels.kernel_math import LOG2E
+from tca_jax.pallas_kernels.numerics import cdiv
+from tca_jax.pallas_kernels.triton_call import dot, triton_call
+
+HEAD_DIMS = 32, 64, 128  # from the least depth of a product of int8 to the largest matrix that a program holds
+_ENTRY = 1 / 8  # of the Hadamard matrix, up to the sign: exact in bfloat16
+LEAST = 1e-15  # of what is rounded: a scale is above 0
+_QUERIES, _IN_TURN = 64, 8  # queries of a tile, and tiles that a program takes in turn, with one copy of the matrix
+_ROUND = 1.5 * 2**23  # added to a float32 it leaves the nearest integer in the low bits
+
+
+class Tiles(NamedTuple):
+    """Tiles of keys or values."""
+
+    counts: Int32[Array, "B n H"]  # tokens that are there, from the tile's first one on
+    owners: Int32[Array, "B n H"]  # what they belong to, row * heads + head
+
+
+def tiles_of_prompt(lengths: Int[Array, "B H"], length: int, tile: int) -> Tiles:
+    """The tiles of prompts that are padded to a length."""
+    firsts = jnp.arange(cdiv(length, tile), dtype=jnp.int32)[:, None] * tile
+    counts = jnp.clip(lengths[:, None].astype(jnp.int32) - firsts, 0, tile)
+    owners = jnp.arange(lengths.size, dtype=jnp.int32).reshape(len(lengths), 1, -1)
+    return Tiles(counts, jnp.broadcast_to(owners, counts.shape))
+
+
+def mean_key(k: Float[Array, "B L H d"], lengths: Int[Array, "B H"]) -> Float32[Array, "BH d"]:
+    """The mean over the prompt of each row and head."""
+    there = (jnp.arange(k.shape[1])[:, None] < lengths[:, None])[..., None]
+    sums = jnp.where(there, k.astype(jnp.float32), 0).sum(axis=1)
+    return (sums / jnp.maximum(lengths, 1)[..., None]).reshape(-1, k.shape[3])
+
+
+def round_queries(
+    q: Float[Array, "B L H d"], interpret: bool = False
+) -> tuple[Int8[Array, "B L H d"], Float32[Array, "B L H"]]:
+    """Queries in int8; and factors that make logits to base 2 of products with codes of keys, but for their scale."""
+    batch, length, heads, head_dim = q.shape
+    tiles, outputs = cdiv(length, _QUERIES), [(q.shape, jnp.int8), (q.shape[:-1], jnp.float32)]
+    grid = heads, cdiv(tiles, _IN_TURN), batch
+    call = partial(triton_call, name="round_queries", warps=4, stages=3, interpret=interpret)
+    codes, scale = call(partial(_round_queries, tiles), (q, _hadamard(head_dim)), outputs, grid=grid)
+    return codes, scale * (LOG2E * head_dim**-0.5 / (head_dim * _ENTRY**2))
+
+
+def round_keys(
+    k: Float[Array, "B L H d"], tiles: Tiles, means: Float32[Array, "m d"], tile: int, interpret: bool = False
+) -> tuple[Int8[Array, "B L H d"], Float32[Array, "B n H"]]:
+    """Keys in int8 without the mean of what they belong to, and tiles' scales, which are 0 of tiles without tokens."""
+    shape, outputs = tiles.counts.shape, [(k.shape, jnp.int8), (tiles.counts.shape, jnp.float32)]
+    grid, operands = (shape[2], cdiv(shape[1], _IN_TURN), shape[0]), (k, _hadamard(k.shape[3]), tiles, means)
+    call = partial(triton_call, name="round_keys", warps=4, stages=1, interpret=interpret)
+    codes, scales = call(partial(_round_keys, tile), operands, outputs, grid=grid)
+    return codes, scales
+
+
+def round_values(
+    v: Float[Array, "B L H d"], tiles: Tiles, scale: Float32[Array, " m"], tile: int, interpret: bool = False
+) -> Float8e4m3fn[Array, "B H d L"]:
+    """Codes of values over the scale of what they belong to, as an operand of probabilities in their registers.
+
+    A thread has the probabilities of tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, and as an operand 4t to 4t + 3.
+    """
+    batch, length, heads, head_dim = v.shape
+    outputs, grid = [((batch, heads, head_dim, length), jnp.float8_e4m3fn)], (heads, tiles.counts.shape[1], batch)
+    call = partial(triton_call, name="round_values", warps=4, stages=1, interpret=interpret)
+    return call(partial(_round_values, tile), (v, tiles, 1 / scale), outputs, grid=grid)[0]
+
+
+def _hadamard(size: int) -> Array:
+    """The Hadamard matrix times sqrt(d) / 8."""
+    matrix = reduce(np.kron, [np.array([[1, 1], [1, -1]])] * (size.bit_length() - 1))
+    return jnp.asarray(matrix * _ENTRY, jnp.bfloat16)
+
+
+def _in_turn(tiles: int, one_tile: Callable[[Array], None]) -> None:
+    """The tiles of a program."""
+    first = pl.program_id(1) * _IN_TURN
+    lax.fori_loop(first, jnp.minimum(first + _IN_TURN, tiles), lambda number, _: one_tile(number), None)
+
+
+def _codes(x: Array, largest: Array) -> Array:
+    """The nearest codes, where `largest` becomes 127."""
+    return lax.bitcast_convert_type(x * (127 / largest)[:, None] + _ROUND, jnp.int32).astype(jnp.int8)
+
+
+def _round_queries(tiles: int, q_ref: Any, hadamard_ref: Any, codes_ref: Any, scales_ref: Any) -> None:
+    head, row, hadamard = pl.program_id(0), pl.program_id(2), hadamard_ref[...]
+
+    def one_tile(number: Array) -> None:
+        token = number * _QUERIES + jnp.arange(_QUERIES)
+        at, inside = (row, token[:, None], head, jnp.arange(q_ref.shape[3])[None, :]), token < q_ref.shape[1]
+        q = pltriton.load(q_ref.at[at], mask=inside[:, None], other=jnp.zeros((), q_ref.dtype))
+        rotated = dot(q.astype(jnp.bfloat16), hadamard)
+        largest = jnp.maximum(jnp.max(jnp.abs(rotated), axis=1), LEAST)
+        pltriton.store(scales_ref.at[row, token, head], largest / 127, mask=inside)
+        pltriton.store(codes_ref.at[at], _codes(rotated, largest), mask=inside[:, None])
+
+    _in_turn(tiles, one_tile)
+
+
+def _round_keys(
+    tile: int, k_ref: Any, hadamard_ref: Any, tiles: Tiles, means_ref: Any, codes_ref: Any, scales_ref: Any
+) -> None:
+    head, row, hadamard = pl.program_id(0), pl.program_id(2), hadamard_ref[...]
+
+    def one_tile(number: Array) -> None:
+        held = tiles.counts[row, number, head]
+
+        @pl.when(held > 0)
+        def round_tile() -> None:
+            token = number * tile + jnp.arange(tile)
+            inside, there = (token < k_ref.shape[1])[:, None], (jnp.arange(tile) < held)[:, None]
+            at = row, token[:, None], head, jnp.arange(k_ref.shape[3])[None, :]
+            k = pltriton.load(k_ref.at[at], mask=inside & there, other=jnp.zeros((), k_ref.dtype))
+            mean = means_ref[tiles.owners[row, number, head], :]
+            rotated = dot(jnp.where(there, k.astype(jnp.float32) - mean[None, :], 0).astype(jnp.bfloat16), hadamard)
+            largest = jnp.maximum(jnp.max(jnp.abs(rotated)), LEAST)
+            scales_ref[row, number, head] = largest / 127
+            pltriton.store(codes_ref.at[at], _codes(rotated, jnp.broadcast_to(largest, (tile,))), mask=inside)
+
+        @pl.when(held == 0)
+        def skip_tile() -> None:
+            scales_ref[row, number, head] = 0.0
+
+    _in_turn(tiles.counts.shape[1], one_tile)
+
+
+def _round_values(tile: int, v_ref: Any, tiles: Tiles, inverse_ref: Any, codes_ref: Any) -> None:
+    head, number, row = (pl.program_id(axis) for axis in range(3))
+    _, tokens, _, head_dim = v_ref.shape
+    held = tiles.counts[row, number, head]
+
+    @pl.when(held > 0)
+    def round_tile() -> None:
+        lanes, dims = jnp.arange(tile), jnp.arange(head_dim)
+        # The token of each lane: of 16 the bits 8, 4, 2, 1 of a lane are those of 4, 2, 8, 1 of its token.
+        source = (lanes & -16) | (lanes & 2) << 2 | (lanes & 12) >> 1 | (lanes & 1)
+        there = ((source < held) & (number * tile + source < tokens))[:, None]
+        at = row, (number * tile + source)[:, None], head, dims[None, :]
+        v = pltriton.load(v_ref.at[at], mask=there, other=jnp.zeros((), v_ref.dtype)).astype(jnp.float32)
+        largest = float(jnp.finfo(codes_ref.dtype).max)
+        codes = jnp.clip(v * inverse_ref[tiles.owners[row, number, head]], -largest, largest).astype(codes_ref.dtype)
+        target = (number * tile + lanes)[:, None]
+        pltriton.store(codes_ref.at[row, head, dims[None, :], target], codes, mask=target < tokens)
