@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     """Tiles of keys or values."""
 
     counts: Int32[Array, "B n H"]  # tokens that are there, from the tile's first one on
-    owners: Int32[Array, "B n H"]  # what they belong to, row * heads + head
+    owners: Int32[Array, "B n H"]  # row * heads + head that they belong to
 
 
 def tiles_of_prompt(lengths: Int[Array, "B H"], length: int, tile: int) -> Tiles:
@@ -66,7 +66,7 @@ def round_queries(
 def round_keys(
     k: Float[Array, "B L H d"], tiles: Tiles, means: Float32[Array, "m d"], tile: int, interpret: bool = False
 ) -> tuple[Int8[Array, "B L H d"], Float32[Array, "B n H"]]:
-    """Keys in int8 without the mean of what they belong to, and tiles' scales, which are 0 of tiles without tokens."""
+    """Keys in int8 without their owner's mean, and the scale of each tile, 0 where it has no tokens."""
     shape, outputs = tiles.counts.shape, [(k.shape, jnp.int8), (tiles.counts.shape, jnp.float32)]
     grid, operands = (shape[2], cdiv(shape[1], _IN_TURN), shape[0]), (k, _hadamard(k.shape[3]), tiles, means)
     call = partial(triton_call, name="round_keys", warps=4, stages=1, interpret=interpret)
@@ -77,7 +77,7 @@ def round_keys(
 def round_values(
     v: Float[Array, "B L H d"], tiles: Tiles, scale: Float32[Array, " m"], tile: int, interpret: bool = False
 ) -> Float8e4m3fn[Array, "B H d L"]:
-    """Codes of values over the scale of what they belong to, as an operand of probabilities in their registers.
+    """Codes of values over their owner's scale, as an operand of probabilities in their registers.
 
     A thread has the probabilities of tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, and as an operand 4t to 4t + 3.
     """
