@@ -7,7 +7,6 @@ query and for each tile of keys, so that a large key spoils its own tile alone. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -20,11 +19,12 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Int8, Int32
 
 from tca_jax.pallas_kernels.kernel_math import LOG2E
 from tca_jax.pallas_kernels.numerics import cdiv
-from tca_jax.pallas_kernels.triton_call import dot, triton_call
+from tca_jax.pallas_kernels.triton_call import MOST_BYTES, dot, triton_call
 
 HEAD_DIMS = 32, 64, 128  # from the least depth of a product of int8 to the largest matrix that a program holds
 _ENTRY = 1 / 8  # of the Hadamard matrix, up to the sign: exact in bfloat16
-LEAST = 1e-15  # of what is rounded: a scale is above 0
+LEAST = 1e-15  # what the largest entry counts as at least, so that no scale is 0
+LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
 _QUERIES, _IN_TURN = 64, 8  # queries of a tile, and tiles that a program takes in turn, with one copy of the matrix
 _ROUND = 1.5 * 2**23  # added to a float32 it leaves the nearest integer in the low bits
 
@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     """Tiles of keys or values."""
 
     counts: Int32[Array, "B n H"]  # tokens that are there, from the tile's first one on
-    owners: Int32[Array, "B n H"]  # row * heads + head that they belong to
+    owners: Int32[Array, "B n H"]  # row * heads + head of the prompt that they belong to
 
 
 def tiles_of_prompt(lengths: Int[Array, "B H"], length: int, tile: int) -> Tiles:
@@ -56,19 +56,24 @@ def round_queries(
 ) -> tuple[Int8[Array, "B L H d"], Float32[Array, "B L H"]]:
     """Queries in int8; and factors that make logits to base 2 of products with codes of keys, but for their scale."""
     batch, length, heads, head_dim = q.shape
-    tiles, outputs = cdiv(length, _QUERIES), [(q.shape, jnp.int8), (q.shape[:-1], jnp.float32)]
-    grid = heads, cdiv(tiles, _IN_TURN), batch
+    if q.size > MOST_BYTES:
+        parts = [round_queries(part, interpret) for part in jnp.array_split(q, 2, axis=1)]
+        return jnp.concatenate([x[0] for x in parts], axis=1), jnp.concatenate([x[1] for x in parts], axis=1)
+    outputs, grid = (
+        [(q.shape, jnp.int8), (q.shape[:-1], jnp.float32)],
+        (heads, cdiv(length, _QUERIES * _IN_TURN), batch),
+    )
     call = partial(triton_call, name="round_queries", warps=4, stages=3, interpret=interpret)
-    codes, scale = call(partial(_round_queries, tiles), (q, _hadamard(head_dim)), outputs, grid=grid)
+    codes, scale = call(_round_queries, (q, _hadamard(head_dim)), outputs, grid=grid)
     return codes, scale * (LOG2E * head_dim**-0.5 / (head_dim * _ENTRY**2))
 
 
 def round_keys(
     k: Float[Array, "B L H d"], tiles: Tiles, means: Float32[Array, "m d"], tile: int, interpret: bool = False
 ) -> tuple[Int8[Array, "B L H d"], Float32[Array, "B n H"]]:
-    """Keys in int8 without their owner's mean, and the scale of each tile, 0 where it has no tokens."""
-    shape, outputs = tiles.counts.shape, [(k.shape, jnp.int8), (tiles.counts.shape, jnp.float32)]
-    grid, operands = (shape[2], cdiv(shape[1], _IN_TURN), shape[0]), (k, _hadamard(k.shape[3]), tiles, means)
+    """Keys in int8, without their owner's mean, and the scale of each tile; nothing of tiles without tokens."""
+    operands, (batch, count, heads) = (k, _hadamard(k.shape[3]), tiles, means), tiles.counts.shape
+    outputs, grid = [(k.shape, jnp.int8), (tiles.counts.shape, jnp.float32)], (heads, count, batch)
     call = partial(triton_call, name="round_keys", warps=4, stages=1, interpret=interpret)
     codes, scales = call(partial(_round_keys, tile), operands, outputs, grid=grid)
     return codes, scales
@@ -93,73 +98,59 @@ def _hadamard(size: int) -> Array:
     return jnp.asarray(matrix * _ENTRY, jnp.bfloat16)
 
 
-def _in_turn(tiles: int, one_tile: Callable[[Array], None]) -> None:
-    """The tiles of a program."""
-    first = pl.program_id(1) * _IN_TURN
-    lax.fori_loop(first, jnp.minimum(first + _IN_TURN, tiles), lambda number, _: one_tile(number), None)
-
-
 def _codes(x: Array, largest: Array) -> Array:
     """The nearest codes, where `largest` becomes 127."""
     return lax.bitcast_convert_type(x * (127 / largest)[:, None] + _ROUND, jnp.int32).astype(jnp.int8)
 
 
-def _round_queries(tiles: int, q_ref: Any, hadamard_ref: Any, codes_ref: Any, scales_ref: Any) -> None:
-    head, row, hadamard = pl.program_id(0), pl.program_id(2), hadamard_ref[...]
+def _round_queries(q_ref: Any, hadamard_ref: Any, codes_ref: Any, scales_ref: Any) -> None:
+    head, program, row = (pl.program_id(axis) for axis in range(3))
+    hadamard, dims = hadamard_ref[...], jnp.arange(q_ref.shape[3])
 
-    def one_tile(number: Array) -> None:
+    def one_tile(number: Array, _: None) -> None:
         token = number * _QUERIES + jnp.arange(_QUERIES)
-        at, inside = (row, token[:, None], head, jnp.arange(q_ref.shape[3])[None, :]), token < q_ref.shape[1]
+        at, inside = (row, token[:, None], head, dims[None, :]), token < q_ref.shape[1]
         q = pltriton.load(q_ref.at[at], mask=inside[:, None], other=jnp.zeros((), q_ref.dtype))
         rotated = dot(q.astype(jnp.bfloat16), hadamard)
         largest = jnp.maximum(jnp.max(jnp.abs(rotated), axis=1), LEAST)
         pltriton.store(scales_ref.at[row, token, head], largest / 127, mask=inside)
         pltriton.store(codes_ref.at[at], _codes(rotated, largest), mask=inside[:, None])
 
-    _in_turn(tiles, one_tile)
+    lax.fori_loop(program * _IN_TURN, (program + 1) * _IN_TURN, one_tile, None)
 
 
 def _round_keys(
     tile: int, k_ref: Any, hadamard_ref: Any, tiles: Tiles, means_ref: Any, codes_ref: Any, scales_ref: Any
 ) -> None:
-    head, row, hadamard = pl.program_id(0), pl.program_id(2), hadamard_ref[...]
+    head, number, row = (pl.program_id(axis) for axis in range(3))
+    count = tiles.counts[row, number, head]
 
-    def one_tile(number: Array) -> None:
-        held = tiles.counts[row, number, head]
-
-        @pl.when(held > 0)
-        def round_tile() -> None:
-            token = number * tile + jnp.arange(tile)
-            inside, there = (token < k_ref.shape[1])[:, None], (jnp.arange(tile) < held)[:, None]
-            at = row, token[:, None], head, jnp.arange(k_ref.shape[3])[None, :]
-            k = pltriton.load(k_ref.at[at], mask=inside & there, other=jnp.zeros((), k_ref.dtype))
-            mean = means_ref[tiles.owners[row, number, head], :]
-            rotated = dot(jnp.where(there, k.astype(jnp.float32) - mean[None, :], 0).astype(jnp.bfloat16), hadamard)
-            largest = jnp.maximum(jnp.max(jnp.abs(rotated)), LEAST)
-            scales_ref[row, number, head] = largest / 127
-            pltriton.store(codes_ref.at[at], _codes(rotated, jnp.broadcast_to(largest, (tile,))), mask=inside)
-
-        @pl.when(held == 0)
-        def skip_tile() -> None:
-            scales_ref[row, number, head] = 0.0
-
-    _in_turn(tiles.counts.shape[1], one_tile)
+    @pl.when(count > 0)
+    def round_tile() -> None:
+        token = number * tile + jnp.arange(tile)
+        inside, there = (token < k_ref.shape[1])[:, None], (jnp.arange(tile) < count)[:, None]
+        at = row, token[:, None], head, jnp.arange(k_ref.shape[3])[None, :]
+        k = pltriton.load(k_ref.at[at], mask=inside, other=jnp.zeros((), k_ref.dtype))
+        centred = k.astype(jnp.float32) - means_ref[tiles.owners[row, number, head], :][None, :]
+        rotated = dot(jnp.where(there, centred, 0).astype(jnp.bfloat16), hadamard_ref[...])
+        largest = jnp.maximum(jnp.max(jnp.abs(rotated)), LEAST)
+        scales_ref[row, number, head] = largest / 127
+        pltriton.store(codes_ref.at[at], _codes(rotated, jnp.broadcast_to(largest, (tile,))), mask=inside)
 
 
 def _round_values(tile: int, v_ref: Any, tiles: Tiles, inverse_ref: Any, codes_ref: Any) -> None:
     head, number, row = (pl.program_id(axis) for axis in range(3))
     _, tokens, _, head_dim = v_ref.shape
-    held = tiles.counts[row, number, head]
+    count = tiles.counts[row, number, head]
 
-    @pl.when(held > 0)
+    @pl.when(count > 0)
     def round_tile() -> None:
         lanes, dims = jnp.arange(tile), jnp.arange(head_dim)
         # The token of each lane: of 16 the bits 8, 4, 2, 1 of a lane are those of 4, 2, 8, 1 of its token.
         source = (lanes & -16) | (lanes & 2) << 2 | (lanes & 12) >> 1 | (lanes & 1)
-        there = ((source < held) & (number * tile + source < tokens))[:, None]
+        there = ((source < count) & (number * tile + source < tokens))[:, None]
         at = row, (number * tile + source)[:, None], head, dims[None, :]
         v = pltriton.load(v_ref.at[at], mask=there, other=jnp.zeros((), v_ref.dtype)).astype(jnp.float32)
-        largest = float(jnp.finfo(codes_ref.dtype).max)
-        codes = jnp.clip(v * inverse_ref[tiles.owners[row, number, head]], -largest, largest).astype(codes_ref.dtype)
+        codes = jnp.clip(v * inverse_ref[tiles.owners[row, number, head]], -LARGEST, LARGEST).astype(codes_ref.dtype)
         target = (number * tile + lanes)[:, None]
         pltriton.store(codes_ref.at[row, head, dims[None, :], target], codes, mask=target < tokens)

@@ -23,6 +23,7 @@ from tca_jax.pallas_kernels.kv import LEAST_EXPONENT, UNPACKED, power_of_two, un
 from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)  # that the kernels take; all their arithmetic is float32
+MOST_BYTES = 2**31  # elements of one byte in an array
 _WEIGHT_BITS = 12  # weights are at most 2 ** 12 where they are multiplied by values: float16 is exact down to 2 ** -14
 
 PartedState = tuple[tuple[Array, ...], Array, Array]  # sums of weighted values in parts, largest score, sum of weights
@@ -41,9 +42,14 @@ def triton_call(
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel over a grid. It gets refs of full arrays, or trees of refs, and indexes them itself.
 
-    Pallas-Triton computes the element offsets of an array past 4 GiB in int64 and of others in int32: kernels
-    must index by row and column, never by a flat element number of their own.
+    Pallas-Triton computes the element offsets of an array past 4 GiB in int64 and of others in int32: kernels must
+    index by row and column, never by a flat element number, and of one byte an element 2 to 4 GiB are refused.
     """
+    for x in (*jax.tree.leaves(operands), *(jax.ShapeDtypeStruct(*output) for output in outputs)):
+        fits = x.dtype.itemsize > 1 or x.size <= MOST_BYTES or x.size > 2 * MOST_BYTES
+        require(
+            fits, f"{name} on Triton: {x.dtype} of shape {x.shape}: 2 to 4 GiB of bytes cannot be indexed", Unsupported
+        )
     # JAX 0.11 deprecates Pallas-Triton in favour of Mosaic GPU, which does not run on Ampere. Until JAX removes it,
     # users can do nothing about the warning of every compilation. JAX warns when it lowers, after the call was traced,
     # so a `catch_warnings` around the call would be over too early: the filter stays. It is set at every trace because

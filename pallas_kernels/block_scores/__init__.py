@@ -35,7 +35,7 @@ def block_scores(
         lengths: Prompt lengths [B]; may be traced.
         block_size: Tokens in a block and queries in a tile, b.
         stride: Divides b.
-        backend: See `backends.Backend`. Triton rounds q and k of 16 bits to int8 (`pallas_kernels.int8`).
+        backend: See `backends.Backend`. Triton rounds q and k of 16 bits and d 32, 64 or 128 to int8 (`rounding`).
 
     Returns:
         [B, Hkv, N, N], N = ceil(L / b); 0 where j > t or the tile is past the length.

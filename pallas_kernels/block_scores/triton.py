@@ -31,6 +31,7 @@ from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2
 
 _MOST_ROWS = 256  # of a program
 _MOST_BYTES = 2**29  # of what a part of the tiles writes
+_MOST_LOGIT = 6e4  # in float16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ def block_scores(
     given = f"{block_size // stride} queries of a tile times {group} heads"
     require(rows <= _MOST_ROWS, f"block_scores on Triton: {given}: at most {_MOST_ROWS}", Unsupported)
     rounded = k.dtype != jnp.float32 and head_dim in HEAD_DIMS
-    peak_type = jnp.float16 if rounded else jnp.float32  # finer than logits of int8 are exact
+    peak_type = jnp.float16 if rounded else jnp.float32  # finer than products of int8
     config = config or default_config(rows, block_size, head_dim, jnp.int8 if rounded else k.dtype)
     held = max(16, pl.next_power_of_2(config.tiles * rows))
     # Parts of as many programs as may write at once.
@@ -193,6 +194,8 @@ def _peaks(
             peak = jnp.max(products, axis=1)
             logit = scale * key_scales_ref[row, block * steps + step, head] * peak.astype(jnp.float32)
             found = jnp.maximum(found, jnp.where(peak > unseen, logit, MASKED) if masked else logit)
+        if out_ref.dtype == jnp.float16:  # sums are of the numbers that shares are taken of
+            found = jnp.clip(found, -_MOST_LOGIT, _MOST_LOGIT).astype(jnp.float16).astype(jnp.float32)
         pltriton.store(out_ref.at[row, head, program, block, :], found.astype(out_ref.dtype))
         higher = jnp.maximum(highest, found)
         return higher, summed * power(highest, 1.0, -higher) + power(found, 1.0, -higher)

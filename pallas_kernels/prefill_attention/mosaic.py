@@ -10,6 +10,7 @@ the arithmetic: that of 16 bits is here, that of eight in mosaic_fp8.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -65,9 +66,9 @@ class Operands(NamedTuple):
     rounding: Any = None  # scales of eight bits
 
     @property
-    def pair(self) -> str | None:
+    def pair(self) -> tuple[str, ...]:
         """The axis of two programs whose query heads share K and V: each fetches a half of a tile for both."""
-        return None if self.q.shape[2] // self.k.shape[2] % 2 else "pair"
+        return () if self.q.shape[2] // self.k.shape[2] % 2 else ("pair",)
 
 
 # Under a jit of its own, all layers of a program share one kernel. JAX 0.11 numbers Mosaic kernels as it lowers them,
@@ -165,7 +166,7 @@ def _find_work(refs: Operands, block_size: int, window: int) -> _Work:
     kv_heads, tiles = refs.k.shape[2], refs.q.shape[1] // TILE
     group, work = refs.q.shape[2] // kv_heads, lax.axis_index("work")
     if refs.pair:
-        work = 2 * work + lax.axis_index(refs.pair)
+        work = 2 * work + lax.axis_index("pair")
     turn = lax.div(work, group)
     region = refs.order[lax.div(turn, tiles)]
     row, kv_head = lax.div(region, kv_heads), lax.rem(region, kv_heads)
@@ -221,7 +222,7 @@ def _move(refs: Operands, scoped: _Scoped, work: _Work, block_size: int) -> None
         tokens, slot, reused = _aligned(tile * TILE), lax.rem(step, jnp.int32(_STAGES)), step >= _STAGES
         rows, copy = (*place[:1], tokens, *place[1:]), plgpu.copy_gmem_to_smem
         pl.when(reused)(lambda: plgpu.barrier_wait(scoped.k_read.at[slot]))
-        copy(keys.at[rows], scoped.k.at[slot], scoped.k_ready.at[slot], collective_axes=refs.pair)
+        copy(keys.at[rows], scoped.k.at[slot], scoped.k_ready.at[slot], collective_axes=refs.pair or None)
         if rounding is not None:
             copy(scales.at[(*place, tile)], scoped.key_scales.at[slot], scoped.k_ready.at[slot])
         if bias is not None:  # read before K's slot is given back
@@ -229,7 +230,7 @@ def _move(refs: Operands, scoped: _Scoped, work: _Work, block_size: int) -> None
         pl.when(reused)(lambda: plgpu.barrier_wait(scoped.v_read.at[slot]))
         v_tile = values.at[rows if rounding is None else (*place, slice(None), tokens)]
         v_slot = scoped.v.at[slot, pl.ds(0, v_tile.shape[0])]  # in eight bits ones follow
-        copy(v_tile, v_slot, scoped.v_ready.at[slot], collective_axes=refs.pair)
+        copy(v_tile, v_slot, scoped.v_ready.at[slot], collective_axes=refs.pair or None)
 
     def fetch_pool(step: Any, tile: Any) -> None:
         first = lax.div(work.offset, jnp.int32(TILE))  # regions start on multiples of 128
@@ -299,7 +300,7 @@ def call_kernel(operands: Operands, softmax: type[Softmax], dtype: Any, *, block
         refs, out_ref = jax.tree.unflatten(tree, flat[:-1]), flat[-1]
         head_dim, barriers = refs.q.shape[3], partial(plgpu.Barrier, num_barriers=_STAGES)
         v_tile = (TILE, head_dim) if refs.rounding is None else (head_dim + ONES, TILE)
-        read = partial(plgpu.ClusterBarrier, collective_axes=(refs.pair,)) if refs.pair else plgpu.Barrier
+        read = partial(plgpu.ClusterBarrier, collective_axes=refs.pair) if refs.pair else plgpu.Barrier
         scoped = {
             "q": tile(_WARPGROUPS, ROWS, head_dim, dtype=refs.q.dtype),
             "out": tile(_WARPGROUPS, ROWS, head_dim, dtype=dtype),
@@ -321,14 +322,14 @@ def call_kernel(operands: Operands, softmax: type[Softmax], dtype: Any, *, block
             scoped |= {"key_scales": plgpu.SMEM((_STAGES, SCALES), jnp.float32)}
         pl.run_scoped(lambda **held: program(refs, out_ref, _Scoped(**held)), collective_axes="wg", **scoped)
 
-    (batch, length, heads, _), pair = operands.q.shape, () if operands.pair is None else (operands.pair,)
+    (batch, length, heads, _), cluster = operands.q.shape, (2,) * len(operands.pair)
     out: Array = plgpu.kernel(
         entry,
         out_type=jax.ShapeDtypeStruct(operands.q.shape, dtype),
-        grid=(batch * heads * (length // TILE) // 2 ** len(pair),),
+        grid=(batch * heads * (length // TILE) // math.prod(cluster),),
         grid_names=("work",),
-        cluster=(2,) * len(pair),
-        cluster_names=pair,
+        cluster=cluster,
+        cluster_names=operands.pair,
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
         kernel_name="prefill_attention_kernel",
@@ -347,21 +348,23 @@ def _attend(
     q_smem, out_smem = scoped.q.at[warpgroup], scoped.out.at[warpgroup]
     plgpu.copy_gmem_to_smem(refs.q.at[place], q_smem, scoped.q_ready.at[warpgroup])
     plgpu.barrier_wait(scoped.q_ready.at[warpgroup])
+    queries = load(q_smem, plgpu.Layout.WGMMA if refs.rounding is None else plgpu.Layout.WGMMA_8BIT)
     softmax = softmax_type(refs, scoped, work, first_row)
 
     carry = softmax.start()
     pl.when(work.steps > 0)(lambda: plgpu.barrier_wait(scoped.k_ready.at[0]))
     if softmax.turns:
         pl.when(warpgroup == 1)(lambda: _wait_turn(scoped.turns))
-    queries = load(q_smem, plgpu.Layout.WGMMA if refs.rounding is None else plgpu.Layout.WGMMA_8BIT)
     step = partial(_attend_tile, softmax, queries, scoped, work.steps)
     carry = lax.fori_loop(0, work.masked_steps, partial(step, mask=partial(_mask, work, warpgroup)), carry)
     plain_end = work.steps if refs.far is None else work.steps - work.biased_steps
     carry = lax.fori_loop(work.masked_steps, plain_end, step, carry)
     if refs.far is not None:
-        listed_end = plain_end + work.listed_tiles
-        carry = lax.fori_loop(plain_end, listed_end, partial(step, biased="tokens"), carry)
-        carry = lax.fori_loop(listed_end, work.steps, partial(step, biased="means"), carry)
+        if refs.rounding is not None:  # 16 bits take both alike: a loop less to compile
+            listed_end = plain_end + work.listed_tiles
+            carry = lax.fori_loop(plain_end, listed_end, partial(step, biased="tokens"), carry)
+            plain_end = listed_end
+        carry = lax.fori_loop(plain_end, work.steps, partial(step, biased="means"), carry)
     if softmax.turns:
         pl.when(warpgroup == 0)(lambda: _wait_turn(scoped.turns))
 
@@ -408,9 +411,9 @@ def _attend_tile(
         plgpu.barrier_wait(scoped.bias_ready.at[slot])
         bias = plgpu.layout_cast(scoped.bias[slot], plgpu.Layout.WGMMA.reduce(0))
         bias = lax.broadcast_in_dim(bias, (ROWS, TILE), [1])
-    products = plgpu.layout_cast(softmax.first_products(bias, biased), plgpu.Layout.WGMMA)
-    scores = pl.run_state(multiply_qk)(plgpu.ACC.init(products))
-    scores = softmax.scores(scores, bias if biased == "means" else None, scale)
+    token_bias, mean_bias = (bias if biased == keys else None for keys in ("tokens", "means"))
+    products = plgpu.layout_cast(softmax.first_products(token_bias, mean_bias), plgpu.Layout.WGMMA)
+    scores = softmax.scores(pl.run_state(multiply_qk)(plgpu.ACC.init(products)), mean_bias, scale)
     plgpu.barrier_arrive(scoped.k_read.at[slot])
     if mask is not None:
         scores = mask(step, scores)
@@ -451,11 +454,11 @@ class Softmax:
         """The factor of a tile's scores that gives powers of two, as a part of multiply-adds."""
         return self.scale
 
-    def first_products(self, bias: Any, biased: str | None) -> Any:
+    def first_products(self, token_bias: Any, mean_bias: Any) -> Any:
         """The accumulator that products of queries and keys are added to."""
-        return jnp.zeros((ROWS, TILE), jnp.float32) if bias is None else bias
+        return jnp.zeros((ROWS, TILE), jnp.float32) if mean_bias is None else mean_bias
 
-    def scores(self, products: Any, of_means: Any, scale: Any) -> Any:
+    def scores(self, products: Any, mean_bias: Any, scale: Any) -> Any:
         """The tile's logits over the scale."""
         return products
 
@@ -508,5 +511,5 @@ def transposed(ref: Any) -> Any:
 
 
 def load(ref: Any, layout: Any) -> Any:
-    """A ref to global memory, in registers."""
+    """A ref, in registers."""
     return plgpu.load(ref, *() if _IS_NEW else ((),), layout=layout, optimized=False)

@@ -33,7 +33,6 @@ from tca_jax.pallas_kernels.prefill_attention import FarBlocks, mosaic
 from tca_jax.pallas_kernels.prefill_attention.mosaic import ONES, ROWS, SCALES, TILE, across, of_rows, transposed
 
 _E4M3 = jnp.float8_e4m3fn
-_LARGEST = float(jnp.finfo(_E4M3).max)
 _BASE = 1.5 * 2**23  # products of int8 and 128 entries stay below 2^22
 _TOP = 121  # code of a tile's largest probability: 3% too large, where the others are 4% too large on average
 _DEEPEST = 60 * 8.0  # a tile whose largest score is further below the row's counts as nothing, and overflows nowhere
@@ -42,7 +41,7 @@ _DEEPEST = 60 * 8.0  # a tile whose largest score is further below the row's cou
 class Rounding(NamedTuple):
     """Scales of operands in eight bits."""
 
-    rows: Any  # [B, Hq, L]: of products of each query, to eighths of powers of two, the step of e4m3's codes
+    rows: Any  # [B, Hq, L]: of each query, so that products become eighths of powers of two, the step of e4m3's codes
     keys: Any  # [B, Hkv, n, SCALES]: of each tile of the prompt, in all entries; TMA moves 128 bytes
     pool: Any  # [P / TILE, SCALES]
     means: Any  # [B, Hkv, m, SCALES], or None
@@ -64,7 +63,7 @@ def prefill_attention(
     window: int,
     far: FarBlocks | None = None,
 ) -> Array:
-    """See `prefill_attention.prefill_attention`. Values among the padding, and of all means, must be finite.
+    """See `prefill_attention.prefill_attention`. Values of all means must be finite.
 
     Biases of means must be at least 0, as an entropy is, or -inf.
     """
@@ -80,7 +79,7 @@ def round_operands(operands: mosaic.Operands, interpret: bool = False) -> mosaic
     q, v, pool_v, far, lengths = operands.q, operands.v, operands.pool_v, operands.far, operands.lengths
     there = (jnp.arange(v.shape[1])[:, None] < lengths[:, None])[..., None]  # [B, L, Hkv, 1]
     v_largest = jnp.abs(jnp.where(there, v, 0)).max(axis=(1, 3)).astype(jnp.float32)
-    v_scales = jnp.maximum(v_largest, rounding.LEAST) / _LARGEST  # [B, Hkv]
+    v_scales = jnp.maximum(v_largest, rounding.LEAST) / rounding.LARGEST  # [B, Hkv]
     means = rounding.mean_key(operands.k, lengths)
 
     def rounded(k: Array, v: Array, tiles: rounding.Tiles) -> tuple[Array, Array, Array]:
@@ -99,11 +98,8 @@ def round_operands(operands: mosaic.Operands, interpret: bool = False) -> mosaic
         of_all = rounding.tiles_of_prompt(jnp.full_like(lengths, count), count, TILE)
         mean_k, mean_v, mean_scales = rounded(mean_k, far.mean_v, of_all)
         far, mean_scales = far._replace(mean_k=mean_k, mean_v=mean_v), _for_tma(mean_scales)
-    # From a step of an eighth on, rounding to int8 alone decides; past 1.3 the codes would not be exact.
-    largest = jnp.repeat(k_scales.max(axis=1), q.shape[2] // v.shape[2], axis=1)
-    rows = jnp.swapaxes(jnp.minimum(8 * q_scales, 1 / largest[:, None]), 1, 2)
     of_keys = _for_tma(k_scales), _for_tma(pool_scales)[0, 0], mean_scales
-    scales = Rounding(rows, *of_keys, v_scales, jnp.ones((ONES, TILE), _E4M3))
+    scales = Rounding(8 * jnp.swapaxes(q_scales, 1, 2), *of_keys, v_scales, jnp.ones((ONES, TILE), _E4M3))
     codes = {"q": q_codes, "k": k_codes, "v": v_codes, "pool_k": pool_k, "pool_v": pool_v}
     return operands._replace(**codes, far=far, rounding=scales)
 
@@ -111,17 +107,16 @@ def round_operands(operands: mosaic.Operands, interpret: bool = False) -> mosaic
 def _tiles_of_pool(operands: mosaic.Operands) -> rounding.Tiles:
     """The tiles of the pool, a row of one head; those that no query reads are empty."""
     firsts, read = operands.offsets.reshape(-1), operands.prefixes[..., -1].reshape(-1)
-    tokens = len(operands.pool_k)
-    tile = jnp.arange(cdiv(tokens, TILE), dtype=jnp.int32) * TILE
-    firsts = jnp.where(read > 0, firsts, tokens)
-    owners = jnp.where(firsts <= tile[:, None], firsts, -1).argmax(axis=1).astype(jnp.int32)
-    counts = jnp.where(firsts[owners] > tile, 0, jnp.clip(firsts[owners] + read[owners] - tile, 0, TILE))
+    tile = jnp.arange(cdiv(len(operands.pool_k), TILE), dtype=jnp.int32)[:, None] * TILE
+    left = jnp.where(firsts <= tile, firsts + read - tile, 0)  # tokens of each region from the tile's first one on
+    counts, owners = jnp.clip(left.max(axis=1), 0, TILE), left.argmax(axis=1).astype(jnp.int32)
     return rounding.Tiles(counts[None, :, None], owners[None, :, None])
 
 
 def _for_tma(scales: Array) -> Array:
     """Scales `[B, n, H]` of tiles, `[B, H, n, SCALES]`."""
-    return jnp.broadcast_to(jnp.swapaxes(scales, 1, 2)[..., None], (*scales.shape[::2], scales.shape[1], SCALES))
+    by_head = jnp.swapaxes(scales, 1, 2)[..., None]
+    return jnp.broadcast_to(by_head, (*by_head.shape[:3], SCALES))
 
 
 class EightBitSoftmax(mosaic.Softmax):
@@ -143,15 +138,16 @@ class EightBitSoftmax(mosaic.Softmax):
         return mosaic.zeros(self.head_dim + ONES), (of_rows(-jnp.inf), of_rows(-jnp.inf))
 
     def scale_of(self, slot: Any) -> Any:
-        return self.rows * self.key_scales[slot, 0]
+        # From a step of an eighth on, rounding to int8 alone decides; past 1.3 the codes would not be exact.
+        return jnp.minimum(self.rows * self.key_scales[slot, 0], 1)
 
-    def first_products(self, bias: Any, biased: str | None) -> Any:
-        base = jnp.full((ROWS, TILE), _BASE, jnp.float32)
-        return lax.bitcast_convert_type(bias if biased == "tokens" else base, jnp.int32)
+    def first_products(self, token_bias: Any, mean_bias: Any) -> Any:
+        base = jnp.full((ROWS, TILE), _BASE, jnp.float32) if token_bias is None else token_bias
+        return lax.bitcast_convert_type(base, jnp.int32)
 
-    def scores(self, products: Any, of_means: Any, scale: Any) -> Any:
+    def scores(self, products: Any, mean_bias: Any, scale: Any) -> Any:
         scores = lax.bitcast_convert_type(products, jnp.float32)
-        return scores if of_means is None else scores + of_means * across(1 / scale, scores)
+        return scores if mean_bias is None else scores + mean_bias * across(1 / scale, scores)
 
     def update(self, scores: Any, scale: Any, out: Any, state: Any) -> tuple[Any, Any, Any]:
         unit, top = state

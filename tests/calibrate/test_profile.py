@@ -23,9 +23,6 @@ def model_config(num_layers=3, num_kv_heads=2):
     return dataclasses.replace(TINY, num_layers=num_layers, num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads)
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -62,9 +59,6 @@ def test_a_profile_fits_its_model_alone():
         make_profile().validate_for(model_config(4, 3), "ab" * 32, "big")
     with pytest.raises(ValueError, match="'tiny' was made with other weights than those of model 'other'"):
         make_profile().validate_for(model_config(), "00" * 32, "other")
-
-
-# --- on disk --------------------------------------------------------------------------------------
 
 
 def test_profiles_of_the_paper_of_format_3_load(tmp_path):

@@ -1,11 +1,13 @@
 """Lowering for CUDA on any host: every kernel at real sizes, and how many kernels a call launches."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from cuda_lowering import kernels
 from implementations import implementation
 from operations import call
 
+from tca_jax.pallas_kernels import rounding
 from tca_jax.pallas_kernels.block_scores.triton import BlockScoresConfig
 from tca_jax.pallas_kernels.kv import CODES
 
@@ -57,3 +59,12 @@ def test_lowers_for_cuda(operation, backend, launched, sizes):
         options["config"] = sizes.pop("config")
     function, arguments = call(operation, **sizes, function=implementation(operation, backend, interpret=False))
     assert kernels(backend, lambda x: function(**x, **options), arguments) == launched
+
+
+def test_bytes_past_2_gib():
+    """Pallas-Triton would index them in int32: queries are rounded in two parts, others are refused."""
+    q = jax.ShapeDtypeStruct((1, 2**19 + 64, 32, 128), jnp.bfloat16)
+    assert kernels("triton", rounding.round_queries, q) == 2
+    tiles = rounding.tiles_of_prompt(jnp.ones((1, 32), jnp.int32), q.shape[1], 128)
+    with pytest.raises(NotImplementedError, match="2 to 4 GiB of bytes cannot be indexed"):
+        jax.eval_shape(lambda v: rounding.round_values(v, tiles, jnp.ones(32), 128), q)

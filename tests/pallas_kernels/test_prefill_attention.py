@@ -203,14 +203,13 @@ def test_operands_past_the_range_of_codes_are_finite():
         given = q, (scale * k).astype(dtype), v, *rest
         operands = mosaic.kernel_operands(*given, None, unit=1, block_size=128, window=128)
         rounding = jax.jit(partial(mosaic_fp8.round_operands, interpret=INTERPRET))(operands).rounding
-        scales = rounding.rows * rounding.keys[..., 0].max(axis=-1, keepdims=True)
+        scales = rounding.rows * rounding.keys[..., :1, 0]
         assert bool(jnp.isfinite(1 / scales).all())
-        assert float(scales.max()) <= 1.001  # from 1.3 on 1.5 2^23 times it is no float32 with a last bit of one
 
 
 def test_rounded_operands_give_nearly_the_same_products():
     """Keys with a large mean and large channels, and one large key, which spoils its own tile of 128 alone."""
-    lengths, (block, window) = (384, 300), (128, 128)
+    lengths, (block, window) = (384, 230), (128, 128)
     q, k, v, pool, budgets, n = _operands("mosaic", lengths, 384, 4, 2, 64, block, window, jnp.bfloat16)
     budgets = budgets.at[0, 0].set(0)  # an empty region where another one begins
     pool = pool._replace(offsets=pool.offsets.at[0, 0].set(pool.offsets[1, 1]), lengths=pool.lengths.at[0, 0].set(0))
@@ -240,13 +239,21 @@ def test_rounded_operands_give_nearly_the_same_products():
         means = [x[attended] for x in means]
         of_pool = pool.k[inside], wide(rounded.pool_k[inside], scales[1][inside])
         for keys, codes in (of_prompt, of_pool, means):
-            error = products(rounded.q[row, there, head], codes, ours) - products(q[row, there, head], keys, unit)
-            assert np.linalg.norm(error - of_mean[:, None]) <= 0.02 * expected.std(axis=1).mean() * np.sqrt(error.size)
+            theirs, actual = (
+                products(q[row, there, head], keys, unit),
+                products(rounded.q[row, there, head], codes, ours),
+            )
+            error = actual - theirs - of_mean[:, None]
+            assert np.linalg.norm(error) <= 0.02 * expected.std(axis=1).mean() * np.sqrt(error.size)
+            if len(keys) > 100:  # no factor is off
+                theirs -= theirs.mean(axis=1, keepdims=True)
+                assert abs(np.vdot(error, theirs)) < 0.003 * np.vdot(theirs, theirs)
         order = np.arange(384).reshape(-1, 2, 4, 2).swapaxes(1, 2).ravel()
         values = np.float64(rounded.v[row, kv].T) * float(rounded.rounding.values[row, kv])
         actual = np.float64(v[row, :, kv])[order]
         keep = order < lengths[row]
         np.testing.assert_allclose(values[keep], actual[keep], rtol=0.07, atol=0.01)
+        assert not values[(order >= lengths[row]) & (order < 256)].any()  # of the tile that the prompt ends in
 
 
 def test_codes_are_a_logarithm():

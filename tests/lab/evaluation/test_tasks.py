@@ -56,9 +56,6 @@ def digest(texts):
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
-# --- RULER ---
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Small files of the forms of SQuAD and HotpotQA."""
@@ -120,9 +117,6 @@ def test_unfit_question_files_are_refused(draw, tmp_path):
         draw("qa_1", count=9)
 
 
-# --- recall ---
-
-
 def test_recall_prompts_match_the_card(encoder):
     def encoded(text):
         return encoder.tokenizer(text)["input_ids"]
@@ -155,9 +149,6 @@ def test_lengths_without_room_are_refused(encoder, task, length, message, tmp_pa
         task.draw(Drawing(encoder, Sources(text=tmp_path / "text.txt"), length, 1, 0))
 
 
-# --- loss of a text ---
-
-
 def test_text_losses_are_those_of_score():
     lm, passage = (
         tiny.tiny_lm().with_method("streaming", sinks=0, window=16, block_size=8),
@@ -173,9 +164,6 @@ def test_text_losses_are_those_of_score():
     assert found["kept_share"] == pytest.approx(tca_jax.prefill(lm, [document]).stats.kept_share)
     assert max(found["kv_cache_bytes"] / found["full_kv_cache_bytes"], found["attended_share"]) < 0.9
     assert counts == [1, 1]
-
-
-# --- sources ---
 
 
 @pytest.mark.parametrize(

@@ -25,17 +25,11 @@ DIGESTS = {
 }
 
 
-# --- texts and facts ---
-
-
 def test_splits_share_no_text():
     train, held_out = set(source_files("train")), set(source_files("held-out"))
     assert not train & held_out
     assert not [path for path in train if {"test", "tests", "site-packages", "idlelib"} & set(path.parts)]
     assert {path.name for path in held_out} <= set(HELD_OUT_MODULES)
-
-
-# --- questions and documents ---
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -89,8 +83,6 @@ def test_drawn_documents_ask_their_task_first(task):
         assert len(completion(document.text, document.questions[0])) == 6000
     assert len({document.text for document in [*three, *draw_documents(7, 1, 6000, task)]}) == 4
 
-
-# --- protocols ---
 
 LEAD = "The access code for amber falcon is "
 QUESTION = Question(
