@@ -2,7 +2,7 @@
 
 Of keys the mean over the prompt is taken off, which a softmax does not see, and queries and keys are rotated by a
 Hadamard matrix, which products do not see and which spreads large channels over all. Then int8 has a scale for each
-query and for each tile of keys, so that a large key spoils its own tile alone. Values are e4m3, with a scale a head.
+query and for each tile of keys, so that a large key spoils its own tile alone. Values are e4m3, with one for each head.
 """
 
 from __future__ import annotations
@@ -59,10 +59,8 @@ def round_queries(
     if q.size > MOST_BYTES:
         parts = [round_queries(part, interpret) for part in jnp.array_split(q, 2, axis=1)]
         return jnp.concatenate([x[0] for x in parts], axis=1), jnp.concatenate([x[1] for x in parts], axis=1)
-    outputs, grid = (
-        [(q.shape, jnp.int8), (q.shape[:-1], jnp.float32)],
-        (heads, cdiv(length, _QUERIES * _IN_TURN), batch),
-    )
+    outputs: Any = [(q.shape, jnp.int8), (q.shape[:-1], jnp.float32)]
+    grid = heads, cdiv(length, _QUERIES * _IN_TURN), batch
     call = partial(triton_call, name="round_queries", warps=4, stages=3, interpret=interpret)
     codes, scale = call(_round_queries, (q, _hadamard(head_dim)), outputs, grid=grid)
     return codes, scale * (LOG2E * head_dim**-0.5 / (head_dim * _ENTRY**2))
@@ -71,7 +69,7 @@ def round_queries(
 def round_keys(
     k: Float[Array, "B L H d"], tiles: Tiles, means: Float32[Array, "m d"], tile: int, interpret: bool = False
 ) -> tuple[Int8[Array, "B L H d"], Float32[Array, "B n H"]]:
-    """Keys in int8, without their owner's mean, and the scale of each tile; nothing of tiles without tokens."""
+    """Keys in int8, without their owner's mean, and the scale of each tile; undefined for tiles without tokens."""
     operands, (batch, count, heads) = (k, _hadamard(k.shape[3]), tiles, means), tiles.counts.shape
     outputs, grid = [(k.shape, jnp.int8), (tiles.counts.shape, jnp.float32)], (heads, count, batch)
     call = partial(triton_call, name="round_keys", warps=4, stages=1, interpret=interpret)

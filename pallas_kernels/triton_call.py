@@ -47,9 +47,8 @@ def triton_call(
     """
     for x in (*jax.tree.leaves(operands), *(jax.ShapeDtypeStruct(*output) for output in outputs)):
         fits = x.dtype.itemsize > 1 or x.size <= MOST_BYTES or x.size > 2 * MOST_BYTES
-        require(
-            fits, f"{name} on Triton: {x.dtype} of shape {x.shape}: 2 to 4 GiB of bytes cannot be indexed", Unsupported
-        )
+        given = f"{name} on Triton: {x.dtype} of shape {x.shape}"
+        require(fits, f"{given}: 2 to 4 GiB of bytes cannot be indexed; use a smaller batch", Unsupported)
     # JAX 0.11 deprecates Pallas-Triton in favour of Mosaic GPU, which does not run on Ampere. Until JAX removes it,
     # users can do nothing about the warning of every compilation. JAX warns when it lowers, after the call was traced,
     # so a `catch_warnings` around the call would be over too early: the filter stays. It is set at every trace because
