@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 MASKED = -1e30  # score of a masked token: finite, so that a row of masked tokens gives zeros and never NaN
 _T = TypeVar("_T")
@@ -43,6 +43,11 @@ def varying_like(values: _T, *operands: Any) -> _T:
 def varying_axes(operands: Any) -> frozenset[str]:
     """Mesh axes that any array of a pytree varies over; none outside `shard_map`."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
+
+
+def zero_padding(x: Float[Array, "B L H d"], lengths: Int[Array, " B #H"]) -> Float[Array, "B L H d"]:
+    """The array, with zeros past the length of each row and head."""
+    return jnp.where((jnp.arange(x.shape[1])[:, None] < lengths[:, None])[..., None], x, 0)
 
 
 def cdiv(value: int, by: int) -> int:

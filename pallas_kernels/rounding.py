@@ -18,13 +18,13 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Int8, Int32
 
 from tca_jax.pallas_kernels.kernel_math import LOG2E
-from tca_jax.pallas_kernels.numerics import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv, zero_padding
 from tca_jax.pallas_kernels.triton_call import MOST_BYTES, dot, triton_call
 
 HEAD_DIMS = 32, 64, 128  # from the least depth of a product of int8 to the largest matrix that a program holds
 _ENTRY = 1 / 8  # of the Hadamard matrix, up to the sign: exact in bfloat16
-LEAST = 1e-15  # what the largest entry counts as at least, so that no scale is 0
-LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
+_LEAST = 1e-15  # what the largest entry counts as at least, so that no scale is 0
+_LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
 _QUERIES, _IN_TURN = 64, 8  # queries of a tile, and tiles that a program takes in turn, with one copy of the matrix
 _ROUND = 1.5 * 2**23  # added to a float32 it leaves the nearest integer in the low bits
 
@@ -46,9 +46,14 @@ def tiles_of_prompt(lengths: Int[Array, "B H"], length: int, tile: int) -> Tiles
 
 def mean_key(k: Float[Array, "B L H d"], lengths: Int[Array, "B H"]) -> Float32[Array, "BH d"]:
     """The mean over the prompt of each row and head."""
-    there = (jnp.arange(k.shape[1])[:, None] < lengths[:, None])[..., None]
-    sums = jnp.where(there, k.astype(jnp.float32), 0).sum(axis=1)
+    sums = zero_padding(k.astype(jnp.float32), lengths).sum(axis=1)
     return (sums / jnp.maximum(lengths, 1)[..., None]).reshape(-1, k.shape[3])
+
+
+def scales_of_values(v: Float[Array, "B L H d"], lengths: Int[Array, "B H"]) -> Float32[Array, "B H"]:
+    """The scale of each head's values, by which the largest of the prompt has the largest code."""
+    largest = jnp.abs(zero_padding(v, lengths)).max(axis=(1, 3)).astype(jnp.float32)
+    return jnp.maximum(largest, _LEAST) / _LARGEST
 
 
 def round_queries(
@@ -110,7 +115,7 @@ def _round_queries(q_ref: Any, hadamard_ref: Any, codes_ref: Any, scales_ref: An
         at, inside = (row, token[:, None], head, dims[None, :]), token < q_ref.shape[1]
         q = pltriton.load(q_ref.at[at], mask=inside[:, None], other=jnp.zeros((), q_ref.dtype))
         rotated = dot(q.astype(jnp.bfloat16), hadamard)
-        largest = jnp.maximum(jnp.max(jnp.abs(rotated), axis=1), LEAST)
+        largest = jnp.maximum(jnp.max(jnp.abs(rotated), axis=1), _LEAST)
         pltriton.store(scales_ref.at[row, token, head], largest / 127, mask=inside)
         pltriton.store(codes_ref.at[at], _codes(rotated, largest), mask=inside[:, None])
 
@@ -131,7 +136,7 @@ def _round_keys(
         k = pltriton.load(k_ref.at[at], mask=inside, other=jnp.zeros((), k_ref.dtype))
         centred = k.astype(jnp.float32) - means_ref[tiles.owners[row, number, head], :][None, :]
         rotated = dot(jnp.where(there, centred, 0).astype(jnp.bfloat16), hadamard_ref[...])
-        largest = jnp.maximum(jnp.max(jnp.abs(rotated)), LEAST)
+        largest = jnp.maximum(jnp.max(jnp.abs(rotated)), _LEAST)
         scales_ref[row, number, head] = largest / 127
         pltriton.store(codes_ref.at[at], _codes(rotated, jnp.broadcast_to(largest, (tile,))), mask=inside)
 
@@ -149,6 +154,6 @@ def _round_values(tile: int, v_ref: Any, tiles: Tiles, inverse_ref: Any, codes_r
         there = ((source < count) & (number * tile + source < tokens))[:, None]
         at = row, (number * tile + source)[:, None], head, dims[None, :]
         v = pltriton.load(v_ref.at[at], mask=there, other=jnp.zeros((), v_ref.dtype)).astype(jnp.float32)
-        codes = jnp.clip(v * inverse_ref[tiles.owners[row, number, head]], -LARGEST, LARGEST).astype(codes_ref.dtype)
+        codes = jnp.clip(v * inverse_ref[tiles.owners[row, number, head]], -_LARGEST, _LARGEST).astype(codes_ref.dtype)
         target = (number * tile + lanes)[:, None]
         pltriton.store(codes_ref.at[row, head, dims[None, :], target], codes, mask=target < tokens)

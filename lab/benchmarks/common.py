@@ -40,7 +40,7 @@ RESULTS = Path("out") / "bench"
 CHECKED_TOKENS = 8192  # longest input on which kernels are compared with the XLA oracle
 
 _COMPILED_AT_ONCE = 4  # programs, in threads
-_SAMPLE_SECONDS = {"gpu": 0.2}  # at its power limit a GPU changes its clock every tenth of a second
+_SAMPLE_SECONDS = {"cpu": 0.02, "gpu": 0.2}  # at its power limit a GPU changes its clock every tenth of a second
 _DRAWN = 2**22  # random numbers per draw: XLA compiles a draw of 2^30 for minutes
 _CPU_TOKENS = 4096  # longest context that a CPU computes in reasonable time
 
@@ -101,7 +101,7 @@ def random_normal(key: Array, shape: tuple[int, ...], dtype: Any, std: float | A
 
 def time_in_turns(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
     """Median seconds of each call over rounds in random order; a sample queues up to 50, on a GPU for 0.2 s."""
-    sample = _SAMPLE_SECONDS.get(jax.default_backend(), 0.02)
+    sample = _SAMPLE_SECONDS[jax.default_backend()]
     with ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
         list(pool.map(lambda call: len(jax.tree.leaves(jax.block_until_ready(call()))), calls.values()))
     queued: dict[Any, int] = {}

@@ -31,7 +31,6 @@ from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2
 
 _MOST_ROWS = 256  # of a program
 _MOST_BYTES = 2**29  # of what a part of the tiles writes
-_MOST_LOGIT = 6e4  # in float16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +193,8 @@ def _peaks(
             peak = jnp.max(products, axis=1)
             logit = scale * key_scales_ref[row, block * steps + step, head] * peak.astype(jnp.float32)
             found = jnp.maximum(found, jnp.where(peak > unseen, logit, MASKED) if masked else logit)
-        if out_ref.dtype == jnp.float16:  # sums are of the numbers that shares are taken of
-            found = jnp.clip(found, -_MOST_LOGIT, _MOST_LOGIT).astype(jnp.float16).astype(jnp.float32)
+        if out_ref.dtype == jnp.float16:  # within its range; sums are of the numbers that shares are taken of
+            found = jnp.clip(found, -6e4, 6e4).astype(jnp.float16).astype(jnp.float32)
         pltriton.store(out_ref.at[row, head, program, block, :], found.astype(out_ref.dtype))
         higher = jnp.maximum(highest, found)
         return higher, summed * power(highest, 1.0, -higher) + power(found, 1.0, -higher)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from tca_jax.errors import Unsupported, require
+from tca_jax.pallas_kernels.numerics import zero_padding
 
 
 @jax.named_scope("causal_attention")
@@ -22,7 +23,7 @@ def causal_attention(q: Array, k: Array, v: Array, lengths: Array) -> Array:
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     except RuntimeError as error:  # "cuDNN is not detected"
         raise Unsupported(f"causal_attention on cudnn: {error}") from error
-    return jnp.where((jnp.arange(q.shape[1]) < lengths[:, None])[..., None, None], out, 0)
+    return zero_padding(out, lengths[:, None])
 
 
 @jax.custom_batching.custom_vmap

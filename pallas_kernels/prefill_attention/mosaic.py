@@ -318,8 +318,8 @@ def call_kernel(operands: Operands, softmax: type[Softmax], dtype: Any, *, block
         if refs.far is not None:
             scoped |= {"bias": plgpu.SMEM((_STAGES, TILE), jnp.float32), "bias_ready": barriers()}
         if refs.rounding is not None:
-            scoped |= {"ones_ready": plgpu.Barrier(num_arrivals=_STAGES)}
-            scoped |= {"key_scales": plgpu.SMEM((_STAGES, SCALES), jnp.float32)}
+            key_scales = plgpu.SMEM((_STAGES, SCALES), jnp.float32)
+            scoped |= {"key_scales": key_scales, "ones_ready": plgpu.Barrier(num_arrivals=_STAGES)}
         pl.run_scoped(lambda **held: program(refs, out_ref, _Scoped(**held)), collective_axes="wg", **scoped)
 
     (batch, length, heads, _), cluster = operands.q.shape, (2,) * len(operands.pair)
@@ -360,7 +360,7 @@ def _attend(
     plain_end = work.steps if refs.far is None else work.steps - work.biased_steps
     carry = lax.fori_loop(work.masked_steps, plain_end, step, carry)
     if refs.far is not None:
-        if refs.rounding is not None:  # 16 bits take both alike: a loop less to compile
+        if refs.rounding is not None:  # in 16 bits one loop serves both and compiles faster
             listed_end = plain_end + work.listed_tiles
             carry = lax.fori_loop(plain_end, listed_end, partial(step, biased="tokens"), carry)
             plain_end = listed_end

@@ -77,10 +77,7 @@ def prefill_attention(
 def round_operands(operands: mosaic.Operands, interpret: bool = False) -> mosaic.Operands:
     """The operands in eight bits; tiles of keys are those that the kernel reads."""
     q, v, pool_v, far, lengths = operands.q, operands.v, operands.pool_v, operands.far, operands.lengths
-    there = (jnp.arange(v.shape[1])[:, None] < lengths[:, None])[..., None]  # [B, L, Hkv, 1]
-    v_largest = jnp.abs(jnp.where(there, v, 0)).max(axis=(1, 3)).astype(jnp.float32)
-    v_scales = jnp.maximum(v_largest, rounding.LEAST) / rounding.LARGEST  # [B, Hkv]
-    means = rounding.mean_key(operands.k, lengths)
+    means, v_scales = rounding.mean_key(operands.k, lengths), rounding.scales_of_values(v, lengths)
 
     def rounded(k: Array, v: Array, tiles: rounding.Tiles) -> tuple[Array, Array, Array]:
         codes, scales = rounding.round_keys(k, tiles, means, TILE, interpret)
@@ -94,14 +91,12 @@ def round_operands(operands: mosaic.Operands, interpret: bool = False) -> mosaic
     if far is not None:
         attended = jnp.swapaxes((far.mean_bias > MASKED).any(axis=2), 1, 2)[..., None]  # others widen no scale
         mean_k = jnp.where(attended, far.mean_k, means.reshape(len(v), 1, *v.shape[2:]).astype(v.dtype))
-        count = mean_k.shape[1]
-        of_all = rounding.tiles_of_prompt(jnp.full_like(lengths, count), count, TILE)
+        of_all = rounding.tiles_of_prompt(jnp.full_like(lengths, mean_k.shape[1]), mean_k.shape[1], TILE)
         mean_k, mean_v, mean_scales = rounded(mean_k, far.mean_v, of_all)
         far, mean_scales = far._replace(mean_k=mean_k, mean_v=mean_v), _for_tma(mean_scales)
     of_keys = _for_tma(k_scales), _for_tma(pool_scales)[0, 0], mean_scales
     scales = Rounding(8 * jnp.swapaxes(q_scales, 1, 2), *of_keys, v_scales, jnp.ones((ONES, TILE), _E4M3))
-    codes = {"q": q_codes, "k": k_codes, "v": v_codes, "pool_k": pool_k, "pool_v": pool_v}
-    return operands._replace(**codes, far=far, rounding=scales)
+    return operands._replace(q=q_codes, k=k_codes, v=v_codes, pool_k=pool_k, pool_v=pool_v, far=far, rounding=scales)
 
 
 def _tiles_of_pool(operands: mosaic.Operands) -> rounding.Tiles:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from tca_jax.pallas_kernels.kernel_math import lengths_by_head, prefix_schedule
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.numerics import round_up, scaled_scores
+from tca_jax.pallas_kernels.numerics import round_up, scaled_scores, zero_padding
 from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, attend_span
 from tca_jax.pallas_kernels.prefill_attention import FarBlocks
 from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, tile_map
@@ -44,8 +44,7 @@ def prefill_attention(
     num_tiles, size = padded // tiles.queries, tiles.queries * group
     queries = heads_first(q, kv_heads, padded)
     # A weight of zero does not silence a NaN among the padding's values; zeros do.
-    v = jnp.where((jnp.arange(length)[:, None] < lengths[:, None])[..., None], v, 0)
-    local = KeyValues(heads_first(k, kv_heads, length), heads_first(v, kv_heads, length))
+    local = KeyValues(heads_first(k, kv_heads, length), heads_first(zero_padding(v, lengths), kv_heads, length))
     pooled = KeyValues(pool.k, pool.v)
     prefixes, _ = prefix_schedule(budgets, padded // block_size, window // block_size)
 
